@@ -26,9 +26,10 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
     Example: hilbert claims K3
     Example: hilbert claims --rerun K3
     """
-    from hilbert_lib.lab.ledger.claim import answer, read_ledger
-    from hilbert_lib.lab.ledger.claims import dry_run as dry_run_of
-    from hilbert_lib.lab.ledger.claims import rerun
+    from hilbert_lib.lab.ledger.answer import answer
+    from hilbert_lib.lab.ledger.claims import LEDGER
+    from hilbert_lib.lab.ledger.rerun import dry_run as dry_run_of
+    from hilbert_lib.lab.ledger.rerun import rerun
     from hilbert_lib.ring.plan.cost import aligned
 
     context = click.get_current_context()
@@ -37,18 +38,17 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
     if dry_run and not again:
         raise click.UsageError("--dry-run shows what --rerun ID would run; there is no --rerun")
     with usage_errors():
-        ledger = read_ledger()
         for name in (*ids, *again):
-            if name not in ledger:
-                raise ValueError(f"a claim must be one of {', '.join(ledger)}; got {name!r}")
+            if name not in LEDGER:
+                raise ValueError(f"a claim must be one of {', '.join(LEDGER)}; got {name!r}")
         if dry_run:
-            click.echo("\n".join(line for name in again for line in dry_run_of(ledger[name], **how)))
+            click.echo("\n".join(line for name in again for line in dry_run_of(LEDGER[name], **how)))
             return
-        answers = [rerun(ledger[name], **how) for name in again]
+        answers = [rerun(LEDGER[name], **how) for name in again]
         if not again:  # those that are computed take seconds each
             shown = {"label": "claims", "file": sys.stderr, "hidden": not sys.stderr.isatty()}
-            with click.progressbar(ids or list(ledger), **shown) as names:
-                answers = [answer(ledger[name]) for name in names]
+            with click.progressbar(ids or list(LEDGER), **shown) as names:
+                answers = [answer(LEDGER[name]) for name in names]
     told = [_fields(each) for each in answers]
     if as_json:
         print_json(told)
@@ -65,7 +65,7 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
 
 def _fields(answer) -> dict:
     """What is told of a claim, by name; empty where there is nothing to tell."""
-    from hilbert_lib.lab.ledger.claims import command
+    from hilbert_lib.lab.ledger.rerun import command
 
     claim = answer.claim
     told = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}

@@ -20,7 +20,7 @@ from own_processes import PATIENCE
 from tiny_notebooks import make_run, write_notebook
 
 from hilbert_lib.cli.main import main
-from hilbert_lib.lab.ledger import claim
+from hilbert_lib.lab.ledger import claims
 from hilbert_lib.lab.records import append_records, read_records
 from hilbert_lib.lab.suite import doctor
 from hilbert_lib.lab.timing import Case, compare_paired
@@ -220,8 +220,7 @@ def test_every_command_says_what_it_is_for_with_an_example():
 
 
 def test_claims_are_a_plain_table_or_objects(hilbert, monkeypatch):
-    ledger = claim.read_ledger()
-    monkeypatch.setattr(claim, "read_ledger", lambda: {name: ledger[name] for name in ("B3", "C8")})
+    monkeypatch.setattr(claims, "LEDGER", {name: claims.LEDGER[name] for name in ("B3", "C8")})
     lines = hilbert("claims").splitlines()
     assert re.match(r"id +verdict +value +claim$", lines[0])
     assert re.match(r"B3 +holds", lines[1])

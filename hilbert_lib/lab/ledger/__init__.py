@@ -1,9 +1,13 @@
-"""What the documents claim, and what was found: `reports/claims.yml` holds the questions, records hold the answers.
+"""What the documents claim, and what was found: claims ask the questions, records hold the answers.
 
-claim       the ledger's entries, and the verdict that a claim's cases give
+claims      the entries, a file a subject, each with the computation that answers it
+claim       what an entry says
+answer      what was found of a claim, and the verdict that its cases give
+cases       the table of a claim's cases
 kernels     cases from the records of times on one GPU: layouts, backends, graphs, pools
 models      cases that are computed anywhere: cache lines, memory, kernels on reordered keys
 ring        cases of several ranks, planned and measured
-claims      measuring a claim again, some by pairs of their own
+documents   the pairs that some claims time by themselves
+rerun       measuring a claim again
 numbers     the numbers that README and notebooks tell, by name, in sentences written by hand
 """

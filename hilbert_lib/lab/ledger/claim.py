@@ -1,31 +1,24 @@
-"""The ledger's entries, and the verdict that a claim's cases give.
+"""What an entry of the ledger says: a claim, the documents that make it, the computation that answers it, a verdict."""
 
-No measured number stands in the ledger. An entry names a function that finds or computes the cases, and the claimed
-range; value and verdict follow each time they are shown.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
 from math import inf
-from pathlib import Path
 
 import pandas as pd
-import yaml
 
-from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
+from hilbert_lib.lab.pairs import Side
 
-ROOT, LEDGER, VERDICTS = REPORTS.parent, REPORTS / "claims.yml", REPORTS / "verdicts.yml"
-HOLDS, HOLDS_NOT, UNTESTED, WAITS = "holds", "does not hold", "cannot be tested here", "waits for"
-INTERVAL = ["value", "low", "high"]
-JUDGED = ["claimed_least", "claimed_most", "as_claimed"]
-MOST = 0.85  # share of the cases under a condition that hold, and of the others that do not
+HOLDS, HOLDS_NOT, UNTESTED = "holds", "does not hold", "cannot be tested here"
+BASES = ("", "as planned", "as predicted")
+DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
 class Band:
-    """A claimed range, of the cases that the query `where` picks. A case holds if its whole interval lies in it."""
+    """A claimed range, of the cases that the query `where` picks. A case holds if its whole interval lies in it.
+
+    Of a gain with two ends, "25 to 40 %", the lower end alone counts: who gains more gains that too.
+    """
 
     least: float = -inf
     most: float = inf
@@ -33,178 +26,71 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One entry of the ledger: a claim in our words, the documents that make it, and how it was made testable.
+class When:
+    """The condition under which a claim holds: in words that follow "holds", and as a query over its cases."""
 
-    measure: "module:function" of this package, which gives the cases that `options` ask for, from the newest run under
-    reports/ of the notebook `record`, or computed where there is none; or else tests (as pytest names them) show the
-    verdict. when: what it "says" of the condition under which the claim holds, in words that follow
-    "holds", and "where" that is, as a query over its cases. basis: "as planned" or "as predicted", where nothing was
-    measured. only: parameters of the notebook that measure this claim alone.
+    says: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One entry of the ledger. Either `measure` finds its cases, or `tests` show the verdict.
+
+    id: a letter for the subject and a number.
+    claim: what is claimed, in our words.
+    source: numbers of the documents that claim it, as the project was given them.
+    question: how it was made testable.
+    verdict: kept by hand, as it was read. A test compares it with what the cases give.
+    quantity: what the value of a case is.
+    record: the notebook whose records `measure` is given; empty where it computes its cases from nothing.
+    measure: gives a table of cases (see `cases`).
+    claimed: the ranges that the documents give. Each case must lie in the query of one of them.
+    when: the condition under which the claim holds, where it does not always.
+    leaves_out: queries over the cases that are not judged, each with its reason.
+    basis: "as planned" or "as predicted" where nothing was measured.
+    tests: names of tests, as pytest takes them.
+    note: what a reader should know beside the verdict.
+    only: parameters of the notebook that measure this claim alone.
+    pairs: gives the sides that are timed for this claim alone, for heads, head_dim, segment_length and device.
+    device: what `pairs` are timed on.
+
+    Raises ValueError for a field that contradicts another.
+
+    >>> Claim("X1", "it is faster", "000", "is it?", verdict="perhaps", tests=("tests/test_x.py::test_x",))
+    Traceback (most recent call last):
+    ...
+    ValueError: verdict of X1 must start with 'holds', 'does not hold' or 'cannot be tested here', got 'perhaps'
     """
 
     id: str
     claim: str
     source: str
     question: str
-    quantity: str = ""
-    measure: str = ""
-    options: dict = field(default_factory=dict)
-    record: str = ""
-    claimed: tuple[Band, ...] = ()
-    when: dict[str, str] | None = None
-    basis: str = ""
-    tests: Sequence[str] = ()
-    verdict: str = ""
-    note: str = ""
-    leaves_out: dict[str, str] = field(default_factory=dict)
-    only: dict = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What was found of a claim: value, with its interval or the range of all cases, and the folder that was read.
-
-    left_out: how many cases each query of `leaves_out` takes away from the judged ones.
-    """
-
-    claim: Claim
     verdict: str
-    value: str = ""
-    cases: pd.DataFrame | None = None
-    run: Path | None = None
-    left_out: dict[str, int] = field(default_factory=dict)
+    quantity: str = ""
+    record: str = ""
+    measure: Callable[..., pd.DataFrame] | None = None
+    claimed: tuple[Band, ...] = ()
+    when: When | None = None
+    leaves_out: dict[str, str] = field(default_factory=dict)
+    basis: str = ""
+    tests: tuple[str, ...] = ()
+    note: str = ""
+    only: dict = field(default_factory=dict)
+    pairs: Callable[..., Iterable[tuple[Side, ...]]] | None = None
+    device: str = "cuda"
 
-    @property
-    def unjudged(self) -> str:
-        """The cases that are left out, in words; empty where all are judged."""
-        told = (
-            f"{count} with {where} ({self.claim.leaves_out[where]})" for where, count in self.left_out.items() if count
-        )
-        return "; ".join(told)
-
-    @property
-    def hardware(self) -> str:
-        """On what it was measured; any, where nothing was."""
-        return run_environment(self.run)["hardware"] if self.run else "any"
-
-    @property
-    def evidence(self) -> str:
-        """Where the answer comes from: a folder, tests, or "computed"."""
-        if self.run is not None:
-            return self.run.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")
-        return " ".join(self.claim.tests) or ("computed" if self.cases is not None else "")
-
-    @property
-    def source(self) -> str:
-        """`evidence` in a word: the record's folder, "tests" or "computed"."""
-        return "tests" if self.claim.tests else self.run.name if self.run else self.evidence
-
-
-def read_ledger() -> dict[str, Claim]:
-    """The entries of the ledger by id, in the order of the file."""
-    if not LEDGER.exists():
-        raise ValueError(f"no ledger of claims at {LEDGER}: it is part of the checkout, with its records")
-    entries = yaml.safe_load(LEDGER.read_text(encoding="utf-8"))
-    for entry in entries.values():
-        entry["claimed"] = tuple(Band(**band) for band in entry.get("claimed", ()))
-    return {name: Claim(name, **entry) for name, entry in entries.items()}
-
-
-@cache
-def answers() -> dict[str, Answer]:
-    """What the committed records say of every claim of the ledger, by id."""
-    return {name: answer(claim) for name, claim in read_ledger().items()}
-
-
-def answer(claim: Claim, run: Path | None = None) -> Answer:
-    """What the newest committed record (or that of a folder), the computation or the tests say of a claim."""
-    if claim.tests:
-        return Answer(claim, claim.verdict)
-    module, name = claim.measure.split(":")
-    measure: Callable[..., pd.DataFrame] = getattr(import_module(f"hilbert_lib.lab.ledger.{module}"), name)
-    if not claim.record:
-        cases = measure(**claim.options)
-    else:
-        # What needs no GPU was timed without one.
-        run = run or newest_run(claim.record) or newest_run(claim.record, machines=REPORTS.glob(MACHINES))
-        if run is None:
-            return Answer(claim, f"{WAITS}: {claim.record}")
-        try:
-            cases = measure(read_records(run / RESULTS), **claim.options).dropna(subset=INTERVAL[0])
-        except ValueError:
-            cases = pd.DataFrame()  # the record lacks a sweep
-    left_out = {} if cases.empty else {where: len(cases.query(where)) for where in claim.leaves_out}
-    for where in left_out:
-        cases = cases.query(f"not ({where})")
-    if cases.empty:  # or was not timed, where NaN stood
-        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run)
-    verdict, cases = judge(cases, claim.claimed, claim.when)
-    if claim.basis and verdict.startswith(HOLDS):
-        verdict = verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1)
-    return Answer(claim, verdict, _value(cases), cases, run, left_out)
-
-
-def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: dict | None = None) -> tuple[str, pd.DataFrame]:
-    """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
-
-    A condition counts where most cases under it hold and most others do not; without one, some cases are not enough.
-    ValueError: for a case that no range speaks of, or more than one.
-    """
-    parts = []
-    for band in claimed:
-        part = cases.query(band.where) if band.where else cases
-        ends = {"claimed_least": band.least, "claimed_most": band.most}
-        parts.append(part.assign(**ends, as_claimed=part.low.ge(band.least) & part.high.le(band.most)))
-    spoken = pd.concat(parts).index
-    if spoken.empty or not spoken.sort_values().equals(cases.index.sort_values()):
-        raise ValueError(f"claimed must speak of each of {len(cases)} cases once; {list(claimed)} does not")
-    judged = pd.concat(parts, ignore_index=True)
-    judged = judged[[*judged.columns.difference([*INTERVAL, *JUDGED], sort=False), *INTERVAL, *JUDGED]]
-    held = judged.as_claimed
-    if held.all() or not held.any():
-        return HOLDS if held.all() else HOLDS_NOT, judged
-    count = f"{held.sum()} of {len(held)}"
-    if when:
-        such = judged.index.isin(judged.query(when["where"]).index)
-        if held[such].mean() >= MOST and held[~such].mean() <= 1 - MOST:
-            of_such = f"{held[such].sum()} of {such.sum()} such cases, {count} in all"
-            return f"{HOLDS} {when['says']} ({f'{count} cases' if held[such].all() else of_such})", judged
-    return f"{HOLDS_NOT} ({count} cases)", judged
-
-
-def _value(cases: pd.DataFrame) -> str:
-    if len(cases) == 1:
-        value, low, high = (f"{cases[name].iloc[0]:.4g}" for name in INTERVAL)
-        return value if low == high else f"{value} ({low} to {high})"
-    low, high = (f"{each:.4g}" for each in (cases.value.min(), cases.value.max()))
-    return f"{low if low == high else f'{low} to {high}'}, {len(cases)} cases"
-
-
-def ledger_table(answers: Iterable[Answer]) -> pd.DataFrame:
-    """The ledger as it is shown, a row a claim."""
-    columns = ["id", "claim", "verdict", "value", "quantity", "from", "note"]
-    rows = [(a.claim.id, a.claim.claim, a.verdict, a.value, a.claim.quantity, a.source, _note(a)) for a in answers]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def _note(answer: Answer) -> str:
-    left_out = f"not judged: {answer.unjudged}" if answer.unjudged else ""
-    return "; ".join(filter(None, (answer.claim.note, left_out)))
-
-
-def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:
-    """Every case of the claims whose quantity is a ratio of times, with the claim's id, words and quantity."""
-    tables = []
-    for each in answers:
-        if each.claim.quantity.startswith("time ") and each.cases is not None:
-            told = {name: getattr(each.claim, name) for name in ("id", "claim", "quantity")}
-            tables.append(each.cases[[*INTERVAL, *JUDGED]].assign(**told))
-    return pd.concat(tables, ignore_index=True)
-
-
-def counted(cases: pd.DataFrame | list[dict], value: pd.Series | None = None) -> pd.DataFrame:
-    """Cases whose value, by default the column of that name, has no spread because it is counted."""
-    cases = pd.DataFrame(cases)
-    value = cases.value if value is None else value
-    return cases.assign(value=value, low=value, high=value).reset_index(drop=True)
+    def __post_init__(self):
+        if bool(self.measure) == bool(self.tests):
+            raise ValueError(f"measure or tests of {self.id} must be given, and not both; got {self.tests} as tests")
+        if bool(self.measure) != bool(self.claimed):
+            raise ValueError(f"claimed of {self.id} must be given with measure, and only then; got {self.claimed}")
+        if self.pairs and not self.record:
+            raise ValueError(f"record of {self.id} must name what pairs write, got ''")
+        if not self.verdict.startswith((HOLDS, HOLDS_NOT, UNTESTED)):
+            kinds = f"{HOLDS!r}, {HOLDS_NOT!r} or {UNTESTED!r}"
+            raise ValueError(f"verdict of {self.id} must start with {kinds}, got {self.verdict!r}")
+        for name, allowed in (("basis", BASES), ("device", DEVICES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} of {self.id} must be one of {allowed}, got {getattr(self, name)!r}")

@@ -13,8 +13,8 @@ from hilbert_lib.lab.cache.l2 import GPUS
 from hilbert_lib.lab.cache.neighbourhood import COMPACT, CURVES
 from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
-from hilbert_lib.lab.ledger.claim import INTERVAL, counted
-from hilbert_lib.lab.ledger.claims import BACKENDS, LAYOUTS
+from hilbert_lib.lab.ledger.cases import INTERVAL, counted
+from hilbert_lib.lab.ledger.documents import BACKENDS, LAYOUTS
 from hilbert_lib.lab.records import MACHINES, REPORTS, committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE

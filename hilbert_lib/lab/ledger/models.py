@@ -11,7 +11,7 @@ from hilbert_lib.lab.cache import sweeps
 from hilbert_lib.lab.cache.cache import LAYOUTS, LINE_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.lab.cache.l2 import hit_rates
 from hilbert_lib.lab.cache.neighbourhood import count_used
-from hilbert_lib.lab.ledger.claim import counted
+from hilbert_lib.lab.ledger.cases import counted
 from hilbert_lib.lab.pairs import relative_difference
 from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.ordering import Ordering

@@ -11,14 +11,15 @@ from pathlib import Path
 from statistics import median
 
 import pandas as pd
-import yaml
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.cache.neighbourhood import least_window
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger import kernels
-from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, UNTESTED, VERDICTS, answer, read_ledger
-from hilbert_lib.lab.ledger.claims import LAYOUTS, reference_pattern
+from hilbert_lib.lab.ledger.answer import ROOT, answer
+from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
+from hilbert_lib.lab.ledger.claims import LEDGER
+from hilbert_lib.lab.ledger.documents import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import (
     MACHINES,
@@ -136,7 +137,7 @@ def _orders(records: list[dict]) -> dict:
     one = decoding.query("queries == 1 and dilation > 1 and order == 'residue'").groupby("row_bytes").value.max()
     told |= {f"decoding_residue_{size}": f"{gain:.2f}" for size, gain in one.items()}
     pairs = kernels.ratios(records, sweep="claims", where="length == 4096 and dilation == 64").set_index("pair").value
-    printed = read_ledger()["K3"].claimed[0].least
+    printed = LEDGER["K3"].claimed[0].least
     return told | {"printed": f"{printed}", "printed_layouts": f"{pairs[LAYOUTS]:.3f}"}
 
 
@@ -210,7 +211,7 @@ def _sustained(choices: list[dict], grids: list[dict]) -> dict:
 
 def _saved() -> dict:
     """How many times fewer FLOP the reference work takes than dense attention, and how many times less time."""
-    told, timed = {}, answer(read_ledger()["K10"]).cases.set_index("length").value
+    told, timed = {}, answer(LEDGER["K10"]).cases.set_index("length").value
     for length in (8192, 131072):
         dense, dilated = (
             pattern.work(length, heads=SIZES["heads"], head_dim=SIZES["head_dim"]).flop_forward
@@ -274,7 +275,7 @@ def _hidden_on_grids() -> dict[str, str]:
 
 def _claims() -> dict:
     """How many claims there are, and how many hold, hold under a condition, do not hold, and cannot be tested."""
-    verdicts = pd.Series(yaml.safe_load(VERDICTS.read_text(encoding="utf-8")))
+    verdicts = pd.Series([claim.verdict for claim in LEDGER.values()])
     told = {"claims": len(verdicts), "claims_hold": int(verdicts.str.fullmatch(f"{HOLDS}( as planned)?").sum())}
     told["claims_hold_when"] = int(verdicts.str.startswith(HOLDS).sum()) - told["claims_hold"]
     kinds = {"claims_hold_not": HOLDS_NOT, "claims_untested": UNTESTED}

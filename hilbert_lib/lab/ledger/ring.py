@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hilbert_lib.lab.ledger.claim import counted
+from hilbert_lib.lab.ledger.cases import counted
 from hilbert_lib.lab.sweeps.ring_tables import scaling_table, spanning_pattern, split_table
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.plan import plan_ring

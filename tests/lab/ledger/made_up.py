@@ -2,7 +2,7 @@
 
 import json
 
-from hilbert_lib.lab.ledger.claim import answer
+from hilbert_lib.lab.ledger.answer import answer
 
 
 def comparison(a, b, ratio, *, peak=(0, 0), spread=0.01, ms=1.0, **parameters):

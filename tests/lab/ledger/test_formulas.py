@@ -12,17 +12,12 @@ from lru import Lru
 from made_up import answered_by, comparison
 
 from hilbert_lib.lab.ledger import kernels, models, ring
-from hilbert_lib.lab.ledger.claim import read_ledger
+from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.ordering import Ordering
 
 LENGTH, SEGMENT, LINE = 4096, 1024, 128
 SLOTS = {"linear": range(LENGTH), "hilbert": Ordering.from_curve("hilbert", LENGTH).inverse.tolist()}
 SLOTS["restarting"] = Ordering.from_curve("hilbert", LENGTH, chunk=SEGMENT).inverse.tolist()
-
-
-@pytest.fixture(scope="module")
-def ledger():
-    return read_ledger()
 
 
 def units(kind, positions, *, unit, size, heads=8, head=0, layout="bshd"):
@@ -159,33 +154,33 @@ def test_rows_before_and_after_the_split_and_the_last_rank(monkeypatch):
     assert ring.balance(tokens=4096, speeds=[[2, 1]]).value.tolist() == [30 / 20]
 
 
-def test_the_longest_sequences_are_those_that_were_checked(ledger, tmp_path):
+def test_the_longest_sequences_are_those_that_were_checked(tmp_path):
     lines = [(16, False, 0.1), (4, True, 0.1), (99, True, None)]
     records = [{"tokens": n, "backward": backward, "out_error": error} for n, backward, error in lines]
     cases = ring.longest(records, both=8, forward=4).set_index("what").value
     assert cases.to_dict() == {"forward and backward": 0.5, "forward": 4.0}
     made = [comparison("sdpa", "triton", 2.0, sweep="backends", length=n) for n in (131072, 524288)]
-    assert answered_by(ledger["R6"], made, tmp_path).cases.value.tolist() == [2.0]
+    assert answered_by(LEDGER["R6"], made, tmp_path).cases.value.tolist() == [2.0]
 
 
-def test_layouts_are_the_ratios_of_hilbert_order_alone(ledger, tmp_path):
+def test_layouts_are_the_ratios_of_hilbert_order_alone(tmp_path):
     sizes = {"length": 65536, "queries": 0, "row_bytes": 128, "dilation": 16, "head_dim": 64}
     made = [comparison("linear", name, r, sweep="layouts", **sizes) for name, r in (("hilbert", 1.2), ("tile", 3.0))]
     made.append(comparison("linear", "hilbert", 1.4, sweep="decoding", **{**sizes, "queries": 1}))
     made.append(comparison("linear", "hilbert", 1.1, sweep="claims", pair="two layouts", **sizes))
     made.append(comparison("standard", "hilbert", 9.0, sweep="claims", pair="two functions", **sizes))
-    found = answered_by(ledger["K6"], made, tmp_path)
+    found = answered_by(LEDGER["K6"], made, tmp_path)
     assert sorted(found.cases.value) == [1.1, 1.2, 1.4]
     assert found.verdict == "does not hold (2 of 3 cases)"
 
 
-def test_a_loop_is_timed_over_the_median_call_of_its_length(ledger, tmp_path, monkeypatch):
+def test_a_loop_is_timed_over_the_median_call_of_its_length(tmp_path, monkeypatch):
     sizes = {"sweep": "pattern cache", "what": "Hilbert ordering"}
     calls = [comparison("build", "call", 0.5, ms=n / 32, length=n, **sizes) for n in (64, 128)]
     calls.append(comparison("build", "look-up", 0.5, ms=1e-3, length=64, **sizes))
     monkeypatch.setattr(kernels, "committed_records", lambda name: calls)
     loop = {"name": "loop", "parameters": {"sweep": "claims", "length": 64}, "samples_ms": [4.0, 10.0, 6.0]}
-    (case,) = answered_by(ledger["K11"], [loop], tmp_path).cases.itertuples()
+    (case,) = answered_by(LEDGER["K11"], [loop], tmp_path).cases.itertuples()
     assert (case.low, case.value, case.high) == pytest.approx((2.0, statistics.median([2, 3, 5]), 5.0))
 
 

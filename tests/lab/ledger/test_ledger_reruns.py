@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import shutil
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,20 +15,16 @@ from command import call as hilbert
 from made_up import comparison
 
 from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.ledger import claim as claims
-from hilbert_lib.lab.ledger import claims as rerun
-from hilbert_lib.lab.ledger import kernels
-from hilbert_lib.lab.ledger.claim import ROOT, answer, read_ledger
-from hilbert_lib.lab.ledger.claims import CLAIMS, command, loop_sides
+from hilbert_lib.lab.ledger import answer as answering
+from hilbert_lib.lab.ledger import kernels, rerun
+from hilbert_lib.lab.ledger.answer import ROOT, answer
+from hilbert_lib.lab.ledger.claims import LEDGER
+from hilbert_lib.lab.ledger.documents import loop_sides
+from hilbert_lib.lab.ledger.rerun import command
 from hilbert_lib.lab.records import newest_run, read_records
 from hilbert_lib.lab.suite.points import find_notebooks, make_points
 
 CALLS = {"b": ["call"], "what": ["Hilbert ordering"], "length": [64], "b_ms": [1.0]}
-
-
-@pytest.fixture(scope="module")
-def ledger():
-    return read_ledger()
 
 
 @pytest.fixture
@@ -40,10 +36,10 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
 
 
-def test_a_rerun_runs_what_the_notebooks_accept(ledger):
+def test_a_rerun_runs_what_the_notebooks_accept():
     folder = ROOT / "notebooks"
     there = {path.stem for path in folder.glob("*.ipynb")}
-    for name, claim in ledger.items():
+    for name, claim in LEDGER.items():
         words = shlex.split(command(claim))
         assert words[0] in ("hilbert", "pytest"), name
         if words[:2] == ["hilbert", "run"]:
@@ -56,15 +52,17 @@ def test_a_rerun_runs_what_the_notebooks_accept(ledger):
 
 
 @pytest.mark.evidence
-def test_the_command_shows_every_claim_and_an_entry_with_its_cases(ledger, monkeypatch):
+def test_the_command_shows_every_claim_and_an_entry_with_its_cases(monkeypatch):
     entry = hilbert("claims", "K3")
     assert "does not hold" in entry
-    assert answer(ledger["K3"]).evidence in entry
+    assert answer(LEDGER["K3"]).evidence in entry
     assert "two layouts" in entry
-    monkeypatch.setattr(claims, "answer", lambda claim: claims.Answer(claim, "holds"))  # all are computed elsewhere
+    monkeypatch.setattr(
+        answering, "answer", lambda claim: answering.Answer(claim, "holds")
+    )  # all are computed elsewhere
     shown = hilbert("claims")
-    assert all(f"{name} " in shown for name in ledger)
-    assert shown.count("*") == sum(bool(claim.note) for claim in ledger.values()) + 1  # and what it means, below
+    assert all(f"{name} " in shown for name in LEDGER)
+    assert shown.count("*") == sum(bool(claim.note) for claim in LEDGER.values()) + 1  # and what it means, below
 
 
 def test_what_is_timed_again_answers_from_its_own_folder(tmp_path, monkeypatch, one_gpu):
@@ -102,11 +100,11 @@ def test_a_run_that_left_no_new_record_is_no_answer(tmp_path, monkeypatch, one_g
     assert str(old) in hilbert("claims", "--rerun", "C4", "--out", tmp_path)
 
 
-def test_a_claim_of_several_gpus_is_measured_again_on_those_there_are(ledger):
-    assert "configs/h200x2/" in rerun.command(ledger["R4"], gpus=3)
-    assert "configs/h200x4/" in rerun.command(ledger["R4"])
+def test_a_claim_of_several_gpus_is_measured_again_on_those_there_are():
+    assert "configs/h200x2/" in rerun.command(LEDGER["R4"], gpus=3)
+    assert "configs/h200x4/" in rerun.command(LEDGER["R4"])
     with pytest.raises(ValueError, match="R4 needs 2 GPUs, and torch sees 1"):
-        rerun.command(ledger["R4"], gpus=1)
+        rerun.command(LEDGER["R4"], gpus=1)
 
 
 def test_tests_are_run_again(monkeypatch):
@@ -117,7 +115,7 @@ def test_tests_are_run_again(monkeypatch):
     assert ran[0][1:3] == ["-m", "pytest"]
 
 
-def test_what_needs_a_gpu_is_refused_without_one_and_the_rest_is_measured(ledger, monkeypatch):
+def test_what_needs_a_gpu_is_refused_without_one_and_the_rest_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("K4", "B7"):
         assert "CUDA device" in hilbert("claims", "--rerun", name, status=1)
@@ -126,13 +124,13 @@ def test_what_needs_a_gpu_is_refused_without_one_and_the_rest_is_measured(ledger
     assert shown.splitlines()[0].startswith("standard | hilbert: pair=two functions, length=2048")
     assert shown.count("branches=512:") == 4
     assert hilbert("claims", "--rerun", "C1", "--dry-run") == "C1 is computed, nothing is run\n"
-    assert answer(ledger["C8"]).value in hilbert("claims", "--rerun", "C8")
+    assert answer(LEDGER["C8"]).value in hilbert("claims", "--rerun", "C8")
     assert hilbert("claims", "--rerun", "K11", "--dry-run").splitlines()[0] == "loop: length=65536"
 
 
 def test_what_is_timed_on_the_cpu_needs_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(CLAIMS, "K11", partial(loop_sides, (8,)))
+    monkeypatch.setitem(LEDGER, "K11", replace(LEDGER["K11"], pairs=lambda **_: loop_sides((8,))))
     monkeypatch.setattr(kernels, "pair_table", lambda *_: pd.DataFrame(CALLS))
     assert "K11" in hilbert("claims", "--rerun", "K11", "--out", tmp_path)
     (record,) = read_records(next(tmp_path.glob("*/claims_K11")) / "results.jsonl")

@@ -6,9 +6,10 @@ import statistics
 from math import inf, nan
 
 import pytest
-import yaml
 
-from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, UNTESTED, VERDICTS
+from hilbert_lib.lab.ledger.answer import ROOT
+from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
+from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.ledger.numbers import SLOT, fill, filled_texts, numbers
 from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records
 
@@ -193,7 +194,7 @@ def test_the_documents_milliseconds_are_over_those_of_the_rebuilt_loop():
 
 
 def test_the_claims_are_counted_as_their_verdicts_say():
-    verdicts = list(yaml.safe_load(VERDICTS.read_text()).values())
+    verdicts = [claim.verdict for claim in LEDGER.values()]
     counts = [sum(each in (HOLDS, f"{HOLDS} as planned") for each in verdicts)]
     counts += [sum(each.startswith(words) for each in verdicts) for words in (HOLDS_NOT, UNTESTED)]
     told = [int(numbers()[f"claims{kind}"]) for kind in ("_hold", "_hold_not", "_untested", "_hold_when", "")]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hilbert_lib.lab.ledger.claims import backend_pairs, claim_pairs, claim_table, dense_pairs, documents_pairs
+from hilbert_lib.lab.ledger.documents import backend_pairs, claim_table, dense_pairs, documents_pairs
+from hilbert_lib.lab.ledger.rerun import claim_pairs
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.seeds import seed_key_sets
 from hilbert_lib.ordering import Ordering

@@ -1,0 +1,151 @@
+"""What was found of a claim: its cases, and the verdict that they give.
+
+No measured value stands in the ledger. Value and verdict are computed each time they are shown.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+
+from hilbert_lib.lab.ledger.cases import INTERVAL
+from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED, Band, Claim, When
+from hilbert_lib.lab.ledger.claims import LEDGER
+from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
+
+ROOT = REPORTS.parent
+WAITS = "waits for"
+JUDGED = ["claimed_least", "claimed_most", "as_claimed"]
+MOST = 0.85  # share of the cases under a condition that hold, and of the others that do not
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found of a claim: value, with its interval or the range of all cases, and the folder that was read.
+
+    left_out: how many cases each query of `leaves_out` takes away from the judged ones.
+    """
+
+    claim: Claim
+    verdict: str
+    value: str = ""
+    cases: pd.DataFrame | None = None
+    run: Path | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def unjudged(self) -> str:
+        """The cases that are left out, in words; empty where all are judged."""
+        told = (
+            f"{count} with {where} ({self.claim.leaves_out[where]})" for where, count in self.left_out.items() if count
+        )
+        return "; ".join(told)
+
+    @property
+    def hardware(self) -> str:
+        """On what it was measured; any, where nothing was."""
+        return run_environment(self.run)["hardware"] if self.run else "any"
+
+    @property
+    def evidence(self) -> str:
+        """Where the answer comes from: a folder, tests, or "computed"."""
+        if self.run is not None:
+            return self.run.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")
+        return " ".join(self.claim.tests) or ("computed" if self.cases is not None else "")
+
+    @property
+    def source(self) -> str:
+        """`evidence` in a word: the record's folder, "tests" or "computed"."""
+        return "tests" if self.claim.tests else self.run.name if self.run else self.evidence
+
+
+@cache
+def answers() -> dict[str, Answer]:
+    """What the committed records say of every claim of the ledger, by id."""
+    return {name: answer(claim) for name, claim in LEDGER.items()}
+
+
+def answer(claim: Claim, run: Path | None = None) -> Answer:
+    """What the newest committed record (or that of a folder), the computation or the tests say of a claim."""
+    if claim.tests:
+        return Answer(claim, claim.verdict)
+    if not claim.record:
+        cases = claim.measure()
+    else:
+        # What needs no GPU was timed without one.
+        run = run or newest_run(claim.record) or newest_run(claim.record, machines=REPORTS.glob(MACHINES))
+        if run is None:
+            return Answer(claim, f"{WAITS}: {claim.record}")
+        try:
+            cases = claim.measure(read_records(run / RESULTS)).dropna(subset=INTERVAL[0])
+        except ValueError:
+            cases = pd.DataFrame()  # the record lacks a sweep
+    left_out = {} if cases.empty else {where: len(cases.query(where)) for where in claim.leaves_out}
+    for where in left_out:
+        cases = cases.query(f"not ({where})")
+    if cases.empty:  # or was not timed, where NaN stood
+        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run)
+    verdict, cases = judge(cases, claim.claimed, claim.when)
+    if claim.basis and verdict.startswith(HOLDS):
+        verdict = verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1)
+    return Answer(claim, verdict, _value(cases), cases, run, left_out)
+
+
+def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: When | None = None) -> tuple[str, pd.DataFrame]:
+    """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
+
+    A condition counts where most cases under it hold and most others do not; without one, some cases are not enough.
+    ValueError: for a case that no range speaks of, or more than one.
+    """
+    parts = []
+    for band in claimed:
+        part = cases.query(band.where) if band.where else cases
+        ends = {"claimed_least": band.least, "claimed_most": band.most}
+        parts.append(part.assign(**ends, as_claimed=part.low.ge(band.least) & part.high.le(band.most)))
+    spoken = pd.concat(parts).index
+    if spoken.empty or not spoken.sort_values().equals(cases.index.sort_values()):
+        raise ValueError(f"claimed must speak of each of {len(cases)} cases once; {list(claimed)} does not")
+    judged = pd.concat(parts, ignore_index=True)
+    judged = judged[[*judged.columns.difference([*INTERVAL, *JUDGED], sort=False), *INTERVAL, *JUDGED]]
+    held = judged.as_claimed
+    if held.all() or not held.any():
+        return HOLDS if held.all() else HOLDS_NOT, judged
+    count = f"{held.sum()} of {len(held)}"
+    if when:
+        such = judged.index.isin(judged.query(when.where).index)
+        if held[such].mean() >= MOST and held[~such].mean() <= 1 - MOST:
+            of_such = f"{held[such].sum()} of {such.sum()} such cases, {count} in all"
+            return f"{HOLDS} {when.says} ({f'{count} cases' if held[such].all() else of_such})", judged
+    return f"{HOLDS_NOT} ({count} cases)", judged
+
+
+def _value(cases: pd.DataFrame) -> str:
+    if len(cases) == 1:
+        value, low, high = (f"{cases[name].iloc[0]:.4g}" for name in INTERVAL)
+        return value if low == high else f"{value} ({low} to {high})"
+    low, high = (f"{each:.4g}" for each in (cases.value.min(), cases.value.max()))
+    return f"{low if low == high else f'{low} to {high}'}, {len(cases)} cases"
+
+
+def ledger_table(answers: Iterable[Answer]) -> pd.DataFrame:
+    """The ledger as it is shown, a row a claim."""
+    columns = ["id", "claim", "verdict", "value", "quantity", "from", "note"]
+    rows = [(a.claim.id, a.claim.claim, a.verdict, a.value, a.claim.quantity, a.source, _note(a)) for a in answers]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _note(answer: Answer) -> str:
+    left_out = f"not judged: {answer.unjudged}" if answer.unjudged else ""
+    return "; ".join(filter(None, (answer.claim.note, left_out)))
+
+
+def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:
+    """Every case of the claims whose quantity is a ratio of times, with the claim's id, words and quantity."""
+    tables = []
+    for each in answers:
+        if each.claim.quantity.startswith("time ") and each.cases is not None:
+            told = {name: getattr(each.claim, name) for name in ("id", "claim", "quantity")}
+            tables.append(each.cases[[*INTERVAL, *JUDGED]].assign(**told))
+    return pd.concat(tables, ignore_index=True)

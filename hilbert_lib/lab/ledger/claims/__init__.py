@@ -1,0 +1,13 @@
+"""The entries of the ledger, in plain Python: what is claimed, the computation that answers it, and the verdict.
+
+A claim "holds" if all its cases do. If some do, `when` may state the condition; it counts only where most cases under
+it hold and most others do not. Else the claim "does not hold", and the verdict counts the cases that do.
+
+`hilbert claims` prints the table, `hilbert claims ID` an entry with its cases, `hilbert claims --rerun ID` measures it
+again.
+"""
+
+from hilbert_lib.lab.ledger.claims import backends, cache_lines, grids, mappings, ring, safety, speed
+
+SUBJECTS = (speed, cache_lines, mappings, ring, backends, safety, grids)
+LEDGER = {claim.id: claim for subject in SUBJECTS for claim in subject.CLAIMS}

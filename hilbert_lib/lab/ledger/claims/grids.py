@@ -1,0 +1,35 @@
+"""Two claims of our own, of windows on grids."""
+
+from hilbert_lib.lab.ledger import kernels, models
+from hilbert_lib.lab.ledger.claim import Band, Claim
+
+CLAIMS = (
+    Claim(
+        "G1",
+        claim="on a full grid a kernel that reads boxes of cells needs no order of storage",
+        source="notebook 08",
+        question=(
+            "pairs that attend, of those that a kernel computes: boxes of cells in plain rows over blocks of 128 "
+            "tokens in the best order, on grids and windows that users run"
+        ),
+        quantity="share over share",
+        measure=models.boxes_over_orders,
+        claimed=(Band(least=1.01),),
+        verdict="holds",
+        note="counted; the times of both stand in notebook 08",
+    ),
+    Claim(
+        "G2",
+        claim="on a full grid a kernel that reads boxes of plain rows is faster than one of blocks in any order",
+        source="notebook 08",
+        question=(
+            "time of FlexAttention in its best order over that of boxes in plain rows, on grids and windows that "
+            "users run, forward and backward"
+        ),
+        quantity="ratio of times",
+        record="08_where_a_curve_pays",
+        measure=kernels.boxes_over_blocks,
+        claimed=(Band(least=1.01),),
+        verdict="holds",
+    ),
+)
