@@ -68,12 +68,17 @@ def answers() -> dict[str, Answer]:
 
 
 def answer(claim: Claim, run: Path | None = None) -> Answer:
-    """What the newest committed record (or that of a folder), the computation or the tests say of a claim."""
+    """What the newest committed record (or that of a folder), the computation or the tests say of a claim.
+
+    ValueError: for a claim of a record, where there is no checkout that holds records.
+    """
     if claim.tests:
         return Answer(claim, claim.verdict)
     if not claim.record:
         cases = claim.measure()
     else:
+        if run is None and not REPORTS.exists():
+            raise ValueError(f"no records at {REPORTS}, which {claim.id} is answered by: they are part of the checkout")
         # What needs no GPU was timed without one.
         run = run or newest_run(claim.record) or newest_run(claim.record, machines=REPORTS.glob(MACHINES))
         if run is None:

@@ -14,8 +14,9 @@ from matplotlib.collections import PathCollection
 
 from hilbert_lib.lab.figures import verdict
 from hilbert_lib.lab.guarded.cases import attention_points, measure_attention
+from hilbert_lib.lab.ledger import answer as answering
 from hilbert_lib.lab.ledger import kernels
-from hilbert_lib.lab.ledger.answer import ROOT, WAITS, answers, judge, ledger_table, ratio_cases
+from hilbert_lib.lab.ledger.answer import ROOT, WAITS, answer, answers, judge, ledger_table, ratio_cases
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED, Band, When
 from hilbert_lib.lab.ledger.claims import LEDGER, SUBJECTS
 from hilbert_lib.lab.records import committed_records, read_records
@@ -294,6 +295,13 @@ def test_what_a_newer_record_lacks_or_did_not_time_is_no_answer(tmp_path):
     checked = comparison("standard", "hilbert", float("nan"), **layouts)
     for records in ([checked], [comparison("a", "b", 1.0, sweep="another")]):
         assert answered_by(LEDGER["K3"], records, tmp_path).verdict.startswith(UNTESTED)
+
+
+def test_a_claim_waits_for_its_record_and_without_a_checkout_is_refused(tmp_path, monkeypatch):
+    assert answer(replace(LEDGER["K7"], record="99_not_yet")).verdict == f"{WAITS}: 99_not_yet"
+    monkeypatch.setattr(answering, "REPORTS", tmp_path / "reports")
+    with pytest.raises(ValueError, match=r"no records at .*reports, which K7 is answered by"):
+        answer(LEDGER["K7"])
 
 
 @pytest.mark.evidence
