@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import tile_shapes
 
 import hilbert_lib
 
@@ -159,6 +160,38 @@ def test_imports_run_downward_and_close_no_circle():
 def test_an_import_that_runs_up_or_round_is_found(module, line, fault):
     planted = graph() | {module: edges_of(module, f"{sources()[module]}\n{line}\n")}
     assert any(module in each and fault in each for each in faults(planted))
+
+
+@cache
+def kernels() -> dict[str, tile_shapes.Module]:
+    """The modules with Triton kernels."""
+    below = {"hilbert_lib.attention.triton": ROOT / "attention" / "triton", "hilbert_lib.curves": ROOT / "curves"}
+    return {name: module for package, folder in below.items() for name, module in tile_shapes.read(folder, package)}
+
+
+def test_every_tile_of_a_kernel_says_its_shape():
+    assert sum(len(module.kernels) for module in kernels().values()) > 100
+    assert tile_shapes.unmarked(kernels()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "planted"),
+    [
+        ("grid", "exists = (r0 < last0) & (r1 < last1) & (r2 < last2)  # [BLOCK_M]", ""),
+        ("grid", "scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]", ""),
+        ("forward", "acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]", "# [BLOCK_M]"),
+        ("hopper.backward", "k_rows = k_rows.load(gl.DotOperandLayout(0, SCORES, 2))  # [GROUP_ROWS, BLOCK_D]", ""),
+        ("hopper.steps", "scores = masked(scores, seen)  # [GROUP_ROWS, KEYS]", "# [GROUP_ROWS, BLOCK_D]"),
+    ],
+)
+def test_a_tile_that_says_no_shape_or_a_wrong_one_is_found(module, line, planted):
+    name = f"hilbert_lib.attention.triton.{module}"
+    code, said = line.split("  # ")
+    text = kernels()[name].text
+    assert line in text
+    (fault,) = tile_shapes.unmarked(kernels() | {name: tile_shapes.Module(name, text.replace(line, code + planted, 1))})
+    assert name in fault
+    assert fault.endswith(f"needs # {said}")
 
 
 def test_no_private_name_crosses_a_module():

@@ -186,16 +186,16 @@ def _lows(child: Child, parent: State) -> list[int]:
 def four(pointers):
     """Four numbers that stand side by side, by one read: shaped as pointers, each."""
     numbers = tl.load(pointers[:, None] + tl.arange(0, 4)[None, :])  # [BLOCK, 4]
-    even, odd = tl.split(numbers.reshape(numbers.shape[0], 2, 2))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
+    even, odd = tl.split(numbers.reshape(numbers.shape[0], 2, 2))  # [BLOCK, 2] each
+    first, third = tl.split(even)  # [BLOCK] each
+    second, fourth = tl.split(odd)  # [BLOCK] each
     return first, second, third, fourth
 
 
 @triton.jit
 def child_of(state, cell, cut, rest_0, rest_1, NDIM: tl.constexpr):
     """The row of the child that a cell lies in; the rests are the bits of the coordinates after 0 and after 1."""
-    child = state * 8 + (cell >= (cut & ~rest_0)) * 4 + ((cell & rest_0) >= (cut & rest_0 & ~rest_1)) * 2
+    child = state * 8 + (cell >= (cut & ~rest_0)) * 4 + ((cell & rest_0) >= (cut & rest_0 & ~rest_1)) * 2  # [BLOCK]
     if NDIM == 2:
         return child + 1
     return child + ((cell & rest_1) >= (cut & rest_1))
@@ -210,7 +210,7 @@ def decode_kernel(out, rows, before, lists, cells, depth, shift_0, shift_1, NDIM
     leaf = tl.program_id(0).to(dtype)
     state, place, corner = one * 0, one * 0, one * 0
     for _ in range(depth):
-        starts = tl.load(before + state * 8 + tl.arange(0, 8))
+        starts = tl.load(before + state * 8 + tl.arange(0, 8))  # [8]
         start = tl.max(tl.where(starts <= leaf * 8 + 7, starts, 0))
         leaf -= start >> 3
         row = rows + (state * 8 + (start & 7)) * 4
@@ -222,19 +222,20 @@ def decode_kernel(out, rows, before, lists, cells, depth, shift_0, shift_1, NDIM
     corner += tl.load(lists + 2)
     a, b, c = tl.load(lists + 3), tl.load(lists + 4), tl.load(lists + 5)
     out += place.to(tl.int64) * NDIM
-    axis = tl.arange(0, AXES)[None, :]
-    low = tl.where(axis == 0, shift_0, tl.where(axis == 1, shift_1, 0)).to(dtype)
-    high = tl.where(axis == 0, dtype.primitive_bitwidth - 1, tl.where(axis == 1, shift_0, shift_1)).to(dtype)
-    bits = (one << high - low) - 1
+    axis = tl.arange(0, AXES)[None, :]  # [1, AXES]
+    low = tl.where(axis == 0, shift_0, tl.where(axis == 1, shift_1, 0)).to(dtype)  # [1, AXES]
+    TOP: tl.constexpr = dtype.primitive_bitwidth - 1
+    high = tl.where(axis == 0, TOP, tl.where(axis == 1, shift_0, shift_1)).to(dtype)  # [1, AXES]
+    bits = (one << high - low) - 1  # [1, AXES]
     for start in range(0, count, STEP):
-        number = start + tl.arange(0, STEP)[:, None]
+        number = start + tl.arange(0, STEP)[:, None]  # [STEP, 1]
         packed = tl.load(cells + listed + number, mask=number < count, other=0)  # [STEP, 1]
-        cell = corner + (packed & 1023) * a + (packed >> 10 & 1023) * b
+        cell = corner + (packed & 1023) * a + (packed >> 10 & 1023) * b  # [STEP, 1]
         if NDIM == 3:
             cell += (packed >> 20) * c
-        valid = number < count
+        valid = number < count  # [STEP, 1]
         if NDIM == 3:
-            valid = valid & (axis < NDIM)
+            valid = valid & (axis < NDIM)  # [STEP, AXES]
         tl.store(out + number * NDIM + axis, (cell >> low & bits).to(tl.int64), mask=valid)  # [STEP, AXES]
 
 
@@ -248,19 +249,19 @@ def encode_kernel(
     dtype: tl.constexpr = rows.dtype.element_ty
     start = tl.program_id(0).to(tl.int64) * BLOCK
     # Past the end the last cell is repeated, so that it widens no box.
-    number = tl.minimum(tl.arange(0, BLOCK), count - 1 - start).to(tl.int32)
+    number = tl.minimum(tl.arange(0, BLOCK), count - 1 - start).to(tl.int32)  # [BLOCK]
     coordinates += start * NDIM
     if NDIM == 2:
-        x, y = tl.split(tl.load(coordinates + number[:, None] * 2 + tl.arange(0, 2)[None, :]))
-        z = tl.zeros_like(x)
+        x, y = tl.split(tl.load(coordinates + number[:, None] * 2 + tl.arange(0, 2)[None, :]))  # [BLOCK] each
+        z = tl.zeros_like(x)  # [BLOCK]
     else:
-        x = tl.load(coordinates + number * 3)
-        y = tl.load(coordinates + number * 3 + 1)
-        z = tl.load(coordinates + number * 3 + 2)
+        x = tl.load(coordinates + number * 3)  # [BLOCK]
+        y = tl.load(coordinates + number * 3 + 1)  # [BLOCK]
+        z = tl.load(coordinates + number * 3 + 2)  # [BLOCK]
     is_wide = False
     if dtype == tl.int32:  # of what that cannot hold, 2^31 to 2^32 - 1 becomes negative
         is_wide = tl.max(((x | y | z) >> 32).to(tl.uint32)) > 0
-    x, y, z = x.to(dtype), y.to(dtype), z.to(dtype)
+    x, y, z = x.to(dtype), y.to(dtype), z.to(dtype)  # [BLOCK] each
     x_low, y_low, z_low = tl.min(x), tl.min(y), tl.min(z)
     x_high, y_high, z_high = tl.max(x), tl.max(y), tl.max(z)
     is_below = (x_low < 0) | (y_low < 0) | (z_low < 0)
@@ -268,7 +269,7 @@ def encode_kernel(
         tl.store(outside, 1)
         return
 
-    cell = (x << shift_0) + (y << shift_1) + z
+    cell = (x << shift_0) + (y << shift_1) + z  # [BLOCK]
     origin = (x_low << shift_0) + (y_low << shift_1) + z_low
     low, high = origin, (x_high << shift_0) + (y_high << shift_1) + z_high
     rest_0, rest_1 = ((origin * 0 + 1) << shift_0) - 1, ((origin * 0 + 1) << shift_1) - 1
@@ -285,13 +286,13 @@ def encode_kernel(
             low, high = low - corner, high - corner
 
     cell -= origin - low
-    nothing = tl.zeros_like(cell)
-    state, place, cut = nothing + shared_state, nothing + shared_place, nothing + shared_cut
+    nothing = tl.zeros_like(cell)  # [BLOCK]
+    state, place, cut = nothing + shared_state, nothing + shared_place, nothing + shared_cut  # [BLOCK] each
     while tl.max(cut) > 0:
-        child = child_of(state, cell, cut, rest_0, rest_1, NDIM)
-        state, earlier, corner, cut = four(rows + child * 4)
-        place, cell = place + earlier, cell - corner
-    position, step_0, step_1, step_2 = four(layouts + state * 4)
+        child = child_of(state, cell, cut, rest_0, rest_1, NDIM)  # [BLOCK]
+        state, earlier, corner, cut = four(rows + child * 4)  # [BLOCK] each
+        place, cell = place + earlier, cell - corner  # [BLOCK] each
+    position, step_0, step_1, step_2 = four(layouts + state * 4)  # [BLOCK] each
     position += (cell >> shift_0) * step_0 + ((cell & rest_0) >> shift_1) * step_1
     if NDIM == 3:
         position += (cell & rest_1) * step_2

@@ -12,15 +12,16 @@ def delta_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta (batch, heads, queries) of dense out and strided dout; a row is one (sequence, query, head)."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    exists = row < rows
-    mask = exists[:, None] & (dims[None, :] < HEAD_DIM)
-    h, t = row % heads, row // heads % queries
-    b = row // heads // queries
-    o = tl.load(out + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    at = b * stride_db + t * stride_dn + h * stride_dh
-    do = tl.load(dout + at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    exists = row < rows  # [BLOCK_M]
+    mask = exists[:, None] & (dims[None, :] < HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+    h, t = row % heads, row // heads % queries  # [BLOCK_M] each
+    b = row // heads // queries  # [BLOCK_M]
+    o = tl.load(out + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+    o = o.to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    at = b * stride_db + t * stride_dn + h * stride_dh  # [BLOCK_M]
+    do = tl.load(dout + at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
     tl.store(delta + (b * heads + h) * queries + t, tl.sum(o * do, 1), mask=exists)
 
 
@@ -45,29 +46,33 @@ def dq_kernel(
     if tile.size == 0:
         return
     g = h // group
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    position = geometry.tile_positions(tile, rows)
-    exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)
-    row = (position - first_query).to(tl.int64) + origin
-    in_dim = dims[None, :] < HEAD_DIM
-    here = exists[:, None] & in_dim
-    q_ptrs = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
-    d_ptrs = dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + row[:, None] * stride_dn + dims[None, :]
+    rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    position = geometry.tile_positions(tile, rows)  # [BLOCK_M]
+    exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)  # [BLOCK_M]
+    row = (position - first_query).to(tl.int64) + origin  # [BLOCK_M]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    here = exists[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+    q_ptrs = (
+        q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
+    )  # [BLOCK_M, BLOCK_D]
+    d_ptrs = (
+        dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + row[:, None] * stride_dn + dims[None, :]
+    )  # [BLOCK_M, BLOCK_D]
     q_tile = tl.load(q_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
     d_tile = tl.load(d_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
-    scalars = (b.to(tl.int64) * heads + h) * queries + row
-    lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))
-    lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # rows without keys: probability 0
-    delta_row = tl.load(delta + scalars, mask=exists, other=0.0)
+    scalars = (b.to(tl.int64) * heads + h) * queries + row  # [BLOCK_M]
+    lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))  # [BLOCK_M]
+    lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]; rows without keys: probability 0
+    delta_row = tl.load(delta + scalars, mask=exists, other=0.0)  # [BLOCK_M]
     k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + origin * stride_kn
     v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + origin * stride_vn
     padding_row = padding + b.to(tl.int64) * keys
-    dq_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
+    dq_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     if READ_PARTIAL:
-        acc = tl.load(partial_dq + dq_rows[:, None] + dims[None, :], mask=here, other=0.0)
+        acc = tl.load(partial_dq + dq_rows[:, None] + dims[None, :], mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
         r = tl.load(branches + 2 * i + 1)
@@ -80,7 +85,7 @@ def dq_kernel(
                     start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, PADDING
                 )
                 for MASKED in tl.static_range(2):
-                    acc = _dq_walk(
+                    acc = _dq_walk(  # [BLOCK_M, BLOCK_D]
                         acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
                         start, w, o, r, n, full if MASKED else 0, end if MASKED else full, name, h, branch, scale,
                         drop_below, stride_kn, stride_vn, dims,
@@ -99,27 +104,31 @@ def _dq_walk(
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    cols = tl.arange(0, BLOCK_N)
-    in_dim = dims[None, :] < HEAD_DIM
+    cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     for j in range(begin, end, BLOCK_N):
-        valid = j + cols < n
-        key, slot, load = geometry.key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
+        valid = j + cols < n  # [BLOCK_N]
+        key, slot, load = geometry.key_rows(
+            start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER
+        )  # [BLOCK_N], [BLOCK_N], [BLOCK_N, BLOCK_D]
         k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2((scores * scale - lse_row[:, None]) * geometry.LOG2_E)
+        weights = tl.exp2((scores * scale - lse_row[:, None]) * geometry.LOG2_E)  # [BLOCK_M, BLOCK_N]
         if MASKED:
-            allowed = valid[None, :] & (position[:, None] >= start) & (position[:, None] - start < w)
+            allowed = (
+                valid[None, :] & (position[:, None] >= start) & (position[:, None] - start < w)
+            )  # [BLOCK_M, BLOCK_N]
             if CAUSAL:
                 allowed &= key[None, :] <= position[:, None]
             if PADDING:
                 allowed &= (tl.load(padding_row + key, mask=valid, other=1) == 0)[None, :]
-            weights = tl.where(allowed, weights, 0.0)
+            weights = tl.where(allowed, weights, 0.0)  # [BLOCK_M, BLOCK_N]
         dweights = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if DROPOUT:
             dweights *= geometry.dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
-        dscores = weights * (dweights - delta_row[:, None])
-        acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+        dscores = weights * (dweights - delta_row[:, None])  # [BLOCK_M, BLOCK_N]
+        acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     return acc
 
 
@@ -146,29 +155,35 @@ def dkv_kernel(
     )  # fmt: skip
     if tile.size == 0:
         return
-    rows = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    position = geometry.tile_positions(tile, rows)
-    exists = (rows < tile.size) & (position < tile.end)
-    in_dim = dims[None, :] < HEAD_DIM
-    here = exists[:, None] & in_dim
-    slot = position.to(tl.int64) + origin
+    rows = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    position = geometry.tile_positions(tile, rows)  # [BLOCK_N]
+    exists = (rows < tile.size) & (position < tile.end)  # [BLOCK_N]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    here = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+    slot = position.to(tl.int64) + origin  # [BLOCK_N]
     if GATHER:
-        slot = tl.load(inverse + position, mask=exists, other=0).to(tl.int64)
-    k_ptrs = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + slot[:, None] * stride_kn + dims[None, :]
-    v_ptrs = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + slot[:, None] * stride_vn + dims[None, :]
+        slot = tl.load(inverse + position, mask=exists, other=0).to(tl.int64)  # [BLOCK_N]
+    k_ptrs = (
+        k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + slot[:, None] * stride_kn + dims[None, :]
+    )  # [BLOCK_N, BLOCK_D]
+    v_ptrs = (
+        v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + slot[:, None] * stride_vn + dims[None, :]
+    )  # [BLOCK_N, BLOCK_D]
     k_tile = tl.load(k_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
     v_tile = tl.load(v_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
-    sees = exists
+    sees = exists  # [BLOCK_N]
     if PADDING:
         sees &= tl.load(padding + b.to(tl.int64) * keys + position, mask=exists, other=1) == 0
-    dkv_rows = ((b.to(tl.int64) * keys + slot) * kv_heads + g) * HEAD_DIM
+    dkv_rows = ((b.to(tl.int64) * keys + slot) * kv_heads + g) * HEAD_DIM  # [BLOCK_N]
 
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     if READ_PARTIAL:
-        dk_acc = tl.load(partial_dk + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0).to(tl.float32) / scale
-        dv_acc = tl.load(partial_dv + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0).to(tl.float32)
+        dk_before = tl.load(partial_dk + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+        dk_acc = dk_before.to(tl.float32) / scale  # [BLOCK_N, BLOCK_D]
+        dv_before = tl.load(partial_dv + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+        dv_acc = dv_before.to(tl.float32)  # [BLOCK_N, BLOCK_D]
     last_query = first_query + queries - 1
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
@@ -198,12 +213,12 @@ def dkv_kernel(
                     q_head = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + origin * stride_qn
                     d_head = dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + origin * stride_dn
                     scalars = (b.to(tl.int64) * kv_heads * group + h) * queries + origin
-                    dk_acc, dv_acc = _dkv_walk(
+                    dk_acc, dv_acc = _dkv_walk(  # [BLOCK_N, BLOCK_D] each
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
                         sees, start, w, o, r, begin, free, tail, end, first_query, name, h, branch, scale, drop_below,
                         stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
-                    dk_acc, dv_acc = _dkv_walk(
+                    dk_acc, dv_acc = _dkv_walk(  # [BLOCK_N, BLOCK_D] each
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
                         sees, start, w, o, r, free, tail, tail, tail, first_query, name, h, branch, scale, drop_below,
                         stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
@@ -223,38 +238,42 @@ def _dkv_walk(
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Queries from begin to stop and from again to end, in one loop: twice as much code would compile as long again.
-    cols = tl.arange(0, BLOCK_M)
-    in_dim = dims[None, :] < HEAD_DIM
+    cols = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     for i in range(begin, stop + end - again, BLOCK_M):
         j = tl.where(i < stop, i, i + again - stop)
-        valid = j + cols < end
-        query = start + o + (j + cols) * r
-        row = (query - first_query).to(tl.int64)
-        load = in_dim
+        valid = j + cols < end  # [BLOCK_M]
+        query = start + o + (j + cols) * r  # [BLOCK_M]
+        row = (query - first_query).to(tl.int64)  # [BLOCK_M]
+        load = in_dim  # [1, BLOCK_D]
         if MASKED:
-            load = valid[:, None] & in_dim
-            lse_row = tl.load(lse + row, mask=valid, other=float("inf"))
-            delta_row = tl.load(delta + row, mask=valid, other=0.0)
+            load = valid[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+            lse_row = tl.load(lse + row, mask=valid, other=float("inf"))  # [BLOCK_M]
+            delta_row = tl.load(delta + row, mask=valid, other=0.0)  # [BLOCK_M]
         else:
-            lse_row = tl.load(lse + row)
-            delta_row = tl.load(delta + row)
-        lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
+            lse_row = tl.load(lse + row)  # [BLOCK_M]
+            delta_row = tl.load(delta + row)  # [BLOCK_M]
+        lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
         q_tile = tl.load(q_head + row[:, None] * stride_qn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
         d_tile = tl.load(d_head + row[:, None] * stride_dn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        weights = tl.exp2((scores * scale - lse_row[None, :]) * geometry.LOG2_E)
+        weights = tl.exp2((scores * scale - lse_row[None, :]) * geometry.LOG2_E)  # [BLOCK_N, BLOCK_M]
         if MASKED:
-            allowed = valid[None, :] & (sees & (position >= start) & (position - start < w))[:, None]
+            allowed = (
+                valid[None, :] & (sees & (position >= start) & (position - start < w))[:, None]
+            )  # [BLOCK_N, BLOCK_M]
             if CAUSAL:
                 allowed &= position[:, None] <= query[None, :]
-            weights = tl.where(allowed, weights, 0.0)
+            weights = tl.where(allowed, weights, 0.0)  # [BLOCK_N, BLOCK_M]
         dweights = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        dropped = weights
+        dropped = weights  # [BLOCK_N, BLOCK_M]
         if DROPOUT:
-            factor = geometry.dropout_factor(seed, drop_below, b, h, branch, query[None, :], position[:, None])
+            factor = geometry.dropout_factor(
+                seed, drop_below, b, h, branch, query[None, :], position[:, None]
+            )  # [BLOCK_N, BLOCK_M]
             dweights *= factor
             dropped *= factor
-        dv_acc = tl.dot(dropped.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)
-        dscores = weights * (dweights - delta_row[None, :])
-        dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
+        dv_acc = tl.dot(dropped.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+        dscores = weights * (dweights - delta_row[None, :])  # [BLOCK_N, BLOCK_M]
+        dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk_acc, dv_acc

@@ -139,7 +139,7 @@ def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tens
 @triton.jit
 def splits_of(w, r, first_query, keys, chunk):
     """Chunks of a branch: as many as its longest segment needs of those that hold a query."""
-    longest = tl.minimum(w, keys - first_query // w * w)
+    longest = tl.minimum(w, keys - first_query // w * w)  # [PAIRS]
     return tl.cdiv(tl.cdiv(longest, r), chunk)
 
 
@@ -149,19 +149,19 @@ def pair_of(unit, table, first_query, queries, keys, kv_heads, pairs, chunk, PAI
 
     Pairs of a branch and a KV head that see no query get no program.
     """
-    pair = tl.arange(0, PAIRS)
-    w = tl.load(table + 3 * pair, mask=pair < pairs, other=1)
-    r = tl.load(table + 3 * pair + 1, mask=pair < pairs, other=1)
-    o = tl.load(table + 3 * pair + 2, mask=pair < pairs, other=-1)
+    pair = tl.arange(0, PAIRS)  # [PAIRS]
+    w = tl.load(table + 3 * pair, mask=pair < pairs, other=1)  # [PAIRS]
+    r = tl.load(table + 3 * pair + 1, mask=pair < pairs, other=1)  # [PAIRS]
+    o = tl.load(table + 3 * pair + 2, mask=pair < pairs, other=-1)  # [PAIRS]
     # The first position of the branch from first_query on: in the same segment, or in the next.
-    start, last_query = first_query // w * w, first_query + queries - 1
-    nearest = first_query + (o - (first_query - start) % r + r) % r
-    holds_query = ((nearest <= last_query) & (nearest - start < w)) | (last_query - start - w >= o)
-    splits = splits_of(w, r, first_query, keys, chunk)
-    units = tl.where((o >= 0) & holds_query, splits, 0)
+    start, last_query = first_query // w * w, first_query + queries - 1  # [PAIRS], scalar
+    nearest = first_query + (o - (first_query - start) % r + r) % r  # [PAIRS]
+    holds_query = ((nearest <= last_query) & (nearest - start < w)) | (last_query - start - w >= o)  # [PAIRS]
+    splits = splits_of(w, r, first_query, keys, chunk)  # [PAIRS]
+    units = tl.where((o >= 0) & holds_query, splits, 0)  # [PAIRS]
     mine = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
     part = unit - tl.sum(tl.where(pair < mine, units, 0), 0)
-    before = (pair % kv_heads == 0) & (pair < mine // kv_heads * kv_heads)
+    before = (pair % kv_heads == 0) & (pair < mine // kv_heads * kv_heads)  # [PAIRS]
     return mine, part, part + tl.sum(tl.where(before, splits, 0), 0)
 
 
@@ -184,24 +184,26 @@ def decode_kernel(
     r = tl.load(table + 3 * pair + 1)
     o = tl.load(table + 3 * pair + 2)
     branch, g = pair // kv_heads, (pair % kv_heads).to(tl.int64)
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims[None, :] < HEAD_DIM
-    t = rows // group
-    h = g * group + rows % group
-    position = first_query + t
-    inside = (t < queries) & (position % w % r == o)
-    here = inside[:, None] & in_dim
-    q_ptrs = q + (b * stride_qb + h * stride_qh + t.to(tl.int64) * stride_qn)[:, None] + dims[None, :]
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    t = rows // group  # [BLOCK_M]
+    h = g * group + rows % group  # [BLOCK_M]
+    position = first_query + t  # [BLOCK_M]
+    inside = (t < queries) & (position % w % r == o)  # [BLOCK_M]
+    here = inside[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+    q_ptrs = (
+        q + (b * stride_qb + h * stride_qh + t.to(tl.int64) * stride_qn)[:, None] + dims[None, :]
+    )  # [BLOCK_M, BLOCK_D]
     q_tile = tl.load(q_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
     k_head = k + b * stride_kb + g * stride_kh
     v_head = v + b * stride_vb + g * stride_vh
     padding_row = padding + b * stride_pb
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    cols = tl.arange(0, BLOCK_N)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
+    total = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
+    cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     # Rows that are not in the branch are computed in vain and not stored.
     lowest = tl.min(tl.where(inside, position, first_query + queries), 0)
     highest = tl.max(tl.where(inside, position, first_query), 0)
@@ -209,52 +211,59 @@ def decode_kernel(
         start = s * w
         end = tl.minimum(geometry.segment_rows(start, w, r, o, keys), (part + 1) * chunk)
         for j in range(part * chunk, end, BLOCK_N):
-            seen = j + cols < end
-            key = start + o + (j + cols) * r
-            slot = key.to(tl.int64)
+            seen = j + cols < end  # [BLOCK_N]
+            key = start + o + (j + cols) * r  # [BLOCK_N]
+            slot = key.to(tl.int64)  # [BLOCK_N]
             if GATHER:
-                slot = tl.load(inverse + key, mask=seen, other=0).to(tl.int64)
+                slot = tl.load(inverse + key, mask=seen, other=0).to(tl.int64)  # [BLOCK_N]
             if PADDING:
                 seen &= tl.load(padding_row + key, mask=seen, other=1) == 0
-            load = seen[:, None] & in_dim  # what nobody sees is not read, and its NaN reaches nobody
-            k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)
+            # A key that no query sees is not read: its NaN reaches nothing.
+            load = seen[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+            k_tile = tl.load(
+                k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0
+            )  # [BLOCK_N, BLOCK_D]
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-            allowed = seen[None, :]
+            allowed = seen[None, :]  # [1, BLOCK_N]
             if SEVERAL:
-                allowed &= ((position >= start) & (position - start < w))[:, None]
+                allowed &= ((position >= start) & (position - start < w))[:, None]  # [BLOCK_M, BLOCK_N]
                 if CAUSAL:
                     allowed &= key[None, :] <= position[:, None]
-            scores = tl.where(allowed, scores, float("-inf"))
-            largest = tl.maximum(m, tl.max(scores, 1))
-            finite = tl.where(largest == float("-inf"), 0.0, largest)
+            scores = tl.where(allowed, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+            largest = tl.maximum(m, tl.max(scores, 1))  # [BLOCK_M]
+            finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]
             # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
-            weights = tl.exp2((scores - finite[:, None]) * (scale * geometry.LOG2_E))
-            decay = tl.exp2((m - finite) * (scale * geometry.LOG2_E))
-            total = total * decay + tl.sum(weights, 1)
-            m = largest
+            weights = tl.exp2((scores - finite[:, None]) * (scale * geometry.LOG2_E))  # [BLOCK_M, BLOCK_N]
+            decay = tl.exp2((m - finite) * (scale * geometry.LOG2_E))  # [BLOCK_M]
+            total = total * decay + tl.sum(weights, 1)  # [BLOCK_M]
+            m = largest  # [BLOCK_M]
             if DROPOUT:
                 weights *= geometry.dropout_factor(
                     seed, drop_below, b, h[:, None], branch, position[:, None], key[None, :]
                 )
-            v_ptrs = v_head + slot[:, None] * stride_vn + dims[None, :]
+            v_ptrs = v_head + slot[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
             v_tile = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
             acc *= decay[:, None]
-            joined = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            joined = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
             if SEVERAL:
                 # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it. Rare,
                 # so the product is made first, and again without such rows where it shows one.
-                row_sums = tl.sum(joined, 1)
+                row_sums = tl.sum(joined, 1)  # [BLOCK_M]
                 if tl.max((row_sums != row_sums).to(tl.int32), 0) > 0:
-                    again = tl.load(v_ptrs, mask=load, other=0.0)
-                    bad = (again - again) != 0.0
-                    reached = tl.dot(allowed.to(again.dtype), bad.to(again.dtype), input_precision=PRECISION)
-                    joined = tl.dot(weights.to(again.dtype), tl.where(bad, 0.0, again), acc, input_precision=PRECISION)
-                    joined = tl.where(reached > 0.0, float("nan"), joined)
-            acc = joined
+                    again = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+                    bad = (again - again) != 0.0  # [BLOCK_N, BLOCK_D]
+                    reached = tl.dot(
+                        allowed.to(again.dtype), bad.to(again.dtype), input_precision=PRECISION
+                    )  # [BLOCK_M, BLOCK_D]
+                    joined = tl.dot(
+                        weights.to(again.dtype), tl.where(bad, 0.0, again), acc, input_precision=PRECISION
+                    )  # [BLOCK_M, BLOCK_D]
+                    joined = tl.where(reached > 0.0, float("nan"), joined)  # [BLOCK_M, BLOCK_D]
+            acc = joined  # [BLOCK_M, BLOCK_D]
 
-    at = ((b * kv_heads * group + h) * queries + t) * parts + number
-    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
-    lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))
+    at = ((b * kv_heads * group + h) * queries + t) * parts + number  # [BLOCK_M]
+    denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
+    lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))  # [BLOCK_M]
     tl.store(partial_out + at[:, None] * HEAD_DIM + dims[None, :], acc / denominator[:, None], mask=here)
     tl.store(partial_lse + at, lse, mask=inside)
 
@@ -270,26 +279,26 @@ def merge_kernel(
     h, t = row % heads, row // heads % queries
     at = ((row // heads // queries * heads + h) * queries + t) * parts
     position = first_query + t.to(tl.int32)
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims[None, :] < HEAD_DIM
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     m = float("-inf")
     total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)  # [BLOCK_D]
     for i in range(n_branches):
         pair = table + 3 * (i * kv_heads + h // group)
         w, r, o = tl.load(pair), tl.load(pair + 1), tl.load(pair + 2)
         splits = splits_of(w, r, first_query, keys, chunk)
         if position % w % r == o:
             for j in range(0, splits, BLOCK):
-                part = j + tl.arange(0, BLOCK)
-                part_lse = tl.load(partial_lse + at + part, mask=part < splits, other=float("-inf"))
-                part_ptrs = partial_out + (at + part)[:, None] * HEAD_DIM + dims[None, :]
+                part = j + tl.arange(0, BLOCK)  # [BLOCK]
+                part_lse = tl.load(partial_lse + at + part, mask=part < splits, other=float("-inf"))  # [BLOCK]
+                part_ptrs = partial_out + (at + part)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK, BLOCK_D]
                 part_out = tl.load(part_ptrs, mask=(part < splits)[:, None] & in_dim, other=0.0)  # [BLOCK, BLOCK_D]
                 largest = tl.maximum(m, tl.max(part_lse, 0))
                 finite = tl.where(largest == float("-inf"), 0.0, largest)
-                weights, decay = tl.exp(part_lse - finite), tl.exp(m - finite)
+                weights, decay = tl.exp(part_lse - finite), tl.exp(m - finite)  # [BLOCK], scalar
                 total = total * decay + tl.sum(weights, 0)
-                acc = acc * decay + tl.sum(weights[:, None] * part_out, 0)
+                acc = acc * decay + tl.sum(weights[:, None] * part_out, 0)  # [BLOCK_D]
                 m = largest
         at += splits
     denominator = tl.where(total == 0.0, 1.0, total)

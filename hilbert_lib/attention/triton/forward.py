@@ -35,28 +35,32 @@ def forward_kernel(
     g = h // group
     rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    position = geometry.tile_positions(tile, rows)
-    exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)
-    row = (position - first_query).to(tl.int64) + origin
-    in_dim = dims[None, :] < HEAD_DIM
-    q_ptrs = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
+    position = geometry.tile_positions(tile, rows)  # [BLOCK_M]
+    exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)  # [BLOCK_M]
+    row = (position - first_query).to(tl.int64) + origin  # [BLOCK_M]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    q_ptrs = (
+        q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
+    )  # [BLOCK_M, BLOCK_D]
     q_tile = tl.load(q_ptrs, mask=exists[:, None] & in_dim, other=0.0)  # [BLOCK_M, BLOCK_D]
     k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + origin * stride_kn
     v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + origin * stride_vn
     padding_row = padding + b.to(tl.int64) * keys
-    out_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
-    lse_rows = (b.to(tl.int64) * heads + h) * queries + row
+    out_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
+    lse_rows = (b.to(tl.int64) * heads + h) * queries + row  # [BLOCK_M]
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # largest score so far, before scaling
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]; largest score so far, before scaling
+    total = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     if READ_PARTIAL:
-        before = tl.load(partial_lse + lse_rows, mask=exists, other=float("-inf"))
-        seen = before != float("-inf")  # NaN is carried on
-        m = before / scale
-        total = tl.where(seen, 1.0, 0.0)
-        acc = tl.load(partial_out + out_rows[:, None] + dims[None, :], mask=seen[:, None] & in_dim, other=0.0)
-        acc = acc.to(tl.float32)
+        before = tl.load(partial_lse + lse_rows, mask=exists, other=float("-inf"))  # [BLOCK_M]
+        seen = before != float("-inf")  # [BLOCK_M]; NaN is carried on
+        m = before / scale  # [BLOCK_M]
+        total = tl.where(seen, 1.0, 0.0)  # [BLOCK_M]
+        acc = tl.load(
+            partial_out + out_rows[:, None] + dims[None, :], mask=seen[:, None] & in_dim, other=0.0
+        )  # [BLOCK_M, BLOCK_D]
+        acc = acc.to(tl.float32)  # [BLOCK_M, BLOCK_D]
 
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
@@ -70,17 +74,17 @@ def forward_kernel(
                     start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, PADDING
                 )
                 for MASKED in tl.static_range(2):
-                    acc, total, m = _walk(
+                    acc, total, m = _walk(  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
                         acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position,
                         start, w, o, r, n, full if MASKED else 0, end if MASKED else full, name, h, branch, scale,
                         drop_below, stride_kn, stride_vn, dims,
                         HEAD_DIM, BLOCK_N, MASKED, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                     )  # fmt: skip
 
-    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
-    result = acc / denominator[:, None]
-    result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))
-    store = exists[:, None] & in_dim
+    denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
+    result = acc / denominator[:, None]  # [BLOCK_M, BLOCK_D]
+    result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))  # [BLOCK_M]
+    store = exists[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
     if WRITE_PARTIAL:
         tl.store(partial_out + out_rows[:, None] + dims[None, :], result, mask=store)
         tl.store(partial_lse + lse_rows, result_lse, mask=exists)
@@ -97,41 +101,49 @@ def _walk(
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys `begin` to `end` of one segment of a branch, joined to the softmax so far."""
-    cols = tl.arange(0, BLOCK_N)
-    in_dim = dims[None, :] < HEAD_DIM
+    cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     for j in range(begin, end, BLOCK_N):
-        valid = j + cols < n
-        key, slot, load = geometry.key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
+        valid = j + cols < n  # [BLOCK_N]
+        key, slot, load = geometry.key_rows(
+            start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER
+        )  # [BLOCK_N], [BLOCK_N], [BLOCK_N, BLOCK_D]
         k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
-            allowed = valid[None, :] & (position[:, None] >= start) & (position[:, None] - start < w)
+            allowed = (
+                valid[None, :] & (position[:, None] >= start) & (position[:, None] - start < w)
+            )  # [BLOCK_M, BLOCK_N]
             if CAUSAL:
                 allowed &= key[None, :] <= position[:, None]
             if PADDING:
                 allowed &= (tl.load(padding_row + key, mask=valid, other=1) == 0)[None, :]
-            scores = tl.where(allowed, scores, float("-inf"))
-        largest = tl.maximum(m, tl.max(scores, 1))
-        finite = tl.where(largest == float("-inf"), 0.0, largest)
+            scores = tl.where(allowed, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+        largest = tl.maximum(m, tl.max(scores, 1))  # [BLOCK_M]
+        finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]
         if v_head.dtype.element_ty == tl.float32:
             # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
-            weights = tl.exp2((scores - finite[:, None]) * (scale * geometry.LOG2_E))
+            weights = tl.exp2((scores - finite[:, None]) * (scale * geometry.LOG2_E))  # [BLOCK_M, BLOCK_N]
         else:
             # One fused instruction; at scores of 1e4 its rounding is a fifth of half precision's own.
-            weights = tl.exp2(scores * (scale * geometry.LOG2_E) - (finite * (scale * geometry.LOG2_E))[:, None])
-        decay = tl.exp2((m - finite) * (scale * geometry.LOG2_E))
-        total = total * decay + tl.sum(weights, 1)
-        m = largest
+            weights = tl.exp2(
+                scores * (scale * geometry.LOG2_E) - (finite * (scale * geometry.LOG2_E))[:, None]
+            )  # [BLOCK_M, BLOCK_N]
+        decay = tl.exp2((m - finite) * (scale * geometry.LOG2_E))  # [BLOCK_M]
+        total = total * decay + tl.sum(weights, 1)  # [BLOCK_M]
+        m = largest  # [BLOCK_M]
         if DROPOUT:
             weights *= geometry.dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
         v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
-        acc = acc * decay[:, None]
+        acc = acc * decay[:, None]  # [BLOCK_M, BLOCK_D]
         if MASKED:
             # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it.
-            bad = (v_tile - v_tile) != 0.0
+            bad = (v_tile - v_tile) != 0.0  # [BLOCK_N, BLOCK_D]
             if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
-                reached = tl.dot(allowed.to(v_tile.dtype), bad.to(v_tile.dtype), input_precision=PRECISION)
-                acc = tl.where(reached > 0.0, float("nan"), acc)
-                v_tile = tl.where(bad, 0.0, v_tile)
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+                reached = tl.dot(
+                    allowed.to(v_tile.dtype), bad.to(v_tile.dtype), input_precision=PRECISION
+                )  # [BLOCK_M, BLOCK_D]
+                acc = tl.where(reached > 0.0, float("nan"), acc)  # [BLOCK_M, BLOCK_D]
+                v_tile = tl.where(bad, 0.0, v_tile)  # [BLOCK_N, BLOCK_D]
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     return acc, total, m

@@ -116,7 +116,7 @@ def tile_positions(tile, row):
 @triton.jit
 def segment_rows(start, w, r, o, keys):
     """How many rows of a branch the segment that begins at `start` holds."""
-    size = tl.minimum(w, keys - start)
+    size = tl.minimum(w, keys - start)  # [8]
     return tl.where(size > o, (size - o + r - 1) // r, 0)
 
 
@@ -150,13 +150,13 @@ def key_range(
 @triton.jit
 def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, GATHER: tl.constexpr):
     """Positions of some rows of a branch, the slots where they are stored (int64), and what may be loaded."""
-    key = first + number * rate
-    slot = key.to(tl.int64)
+    key = first + number * rate  # [BLOCK_N]
+    slot = key.to(tl.int64)  # [BLOCK_N]
     if GATHER:
-        slot = tl.load(inverse + key, mask=valid, other=0).to(tl.int64)
-    load = in_dim
+        slot = tl.load(inverse + key, mask=valid, other=0).to(tl.int64)  # [BLOCK_N]
+    load = in_dim  # [1, BLOCK_D]
     if MASKED:
-        load = valid[:, None] & in_dim
+        load = valid[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
     return key, slot, load
 
 
@@ -167,19 +167,21 @@ def dropout_factor(seed, drop_below, b, h, branch, query, key):
     if seed.dtype.element_ty == tl.int32:  # what `attention.dropout.named` made
         words = (tl.load(seed + 1).to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
         branch = tl.load(seed + 4 + branch)
-        name = seed + 4 + tl.load(seed + 3) + (b * tl.load(seed + 2) + h) * NAME
-        b = tl.load(name)
-        h = tl.load(name + 1)
-        step = tl.load(name + 2)
-        query = tl.load(name + 3) + step * query
-        key = tl.load(name + 4) + step * (key + tl.where(key >= tl.load(name + 5), tl.load(name + 6), 0))
-    zero = tl.zeros_like(query + key)
-    bits, _, _, _ = tl.philox(
+        name = seed + 4 + tl.load(seed + 3) + (b * tl.load(seed + 2) + h) * NAME  # [BLOCK_M, 1]
+        b = tl.load(name)  # [BLOCK_M, 1]
+        h = tl.load(name + 1)  # [BLOCK_M, 1]
+        step = tl.load(name + 2)  # [BLOCK_M, 1]
+        query = tl.load(name + 3) + step * query  # [rows, columns]
+        key = tl.load(name + 4) + step * (
+            key + tl.where(key >= tl.load(name + 5), tl.load(name + 6), 0)
+        )  # [rows, columns]
+    zero = tl.zeros_like(query + key)  # [rows, columns]
+    bits, _, _, _ = tl.philox(  # [rows, columns] each
         words,
         (key + zero).to(tl.uint32),
         (query + zero).to(tl.uint32),
         (zero + (h | branch << 16)).to(tl.uint32),
         (zero + b).to(tl.uint32),
     )
-    kept = bits.to(tl.int64) >= drop_below
+    kept = bits.to(tl.int64) >= drop_below  # [rows, columns]
     return tl.where(kept, 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0)), 0.0).to(tl.float32)

@@ -44,17 +44,17 @@ def _tiles(begin, stop, d, T: tl.constexpr):
 @triton.jit
 def window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
     """The ranks that a query sees: from the first, which may be below 0, to the last and one."""
-    group = rank // s * s
+    group = rank // s * s  # [rows]
     if CAUSAL:
-        start = tl.maximum(tl.minimum(group + s - 1, m - 1) - w + 1, 0)
-        end = rank + 1
+        start = tl.maximum(tl.minimum(group + s - 1, m - 1) - w + 1, 0)  # [rows]
+        end = rank + 1  # [rows]
     else:
-        start = tl.minimum(group + s // 2, m - 1) - w // 2
+        start = tl.minimum(group + s // 2, m - 1) - w // 2  # [rows]
         if EDGE == SHIFT:
-            start = tl.minimum(tl.maximum(start, 0), m - w)
-        end = start + w
+            start = tl.minimum(tl.maximum(start, 0), m - w)  # [rows]
+        end = start + w  # [rows]
         if EDGE == CLIP:
-            end = tl.minimum(end, m)
+            end = tl.minimum(end, m)  # [rows]
     return start, end
 
 
@@ -72,14 +72,14 @@ def _keys_of(first, last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: 
 @triton.jit
 def queries_of(first, stop, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
     """From where to where queries see one of T keys before `stop`, past the axis too; a few more with a stride."""
-    last = tl.minimum(first + T, stop) - 1
+    last = tl.minimum(first + T, stop) - 1  # [GROUP_ROWS]
     if CAUSAL:
         return first, last + w + s - 1
-    start = first - w + 1 + w // 2
-    end = last + w // 2 + 1
+    start = first - w + 1 + w // 2  # [GROUP_ROWS]
+    end = last + w // 2 + 1  # [GROUP_ROWS]
     if EDGE == SHIFT:  # windows are moved inside
-        start = tl.where(first < w, 0, start)
-        end = tl.where(last >= m - w, m, end)
+        start = tl.where(first < w, 0, start)  # [GROUP_ROWS]
+        end = tl.where(last >= m - w, m, end)  # [GROUP_ROWS]
     return start - (s - 1), end + s - 1
 
 
@@ -112,10 +112,10 @@ def _sees(start, end, key, m, EDGE: tl.constexpr):
 @triton.jit
 def _line(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
     """The place of a cell among those that are held along an axis."""
-    cell = rank * d + residue
+    cell = rank * d + residue  # [rows]
     if PART:
         if EDGE == WRAP:
-            cell = tl.where(cell < first, cell + n, cell)
+            cell = tl.where(cell < first, cell + n, cell)  # [rows]
         cell -= first
     return cell
 
@@ -123,29 +123,31 @@ def _line(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
 @triton.jit
 def _rows(c0, c1, c2, n1, n2, inverse, exists, GATHER: tl.constexpr):
     """The rows in storage of cells; -1 in a part of a grid that does not hold them."""
-    cell = (c0 * n1 + c1) * n2 + c2
+    cell = (c0 * n1 + c1) * n2 + c2  # [rows]
     if GATHER:
-        cell = tl.load(inverse + cell, mask=exists, other=0)
+        cell = tl.load(inverse + cell, mask=exists, other=0)  # [rows]
     return cell.to(tl.int64)
 
 
 @triton.jit
 def _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION: tl.constexpr):
     """A tile of keys, joined to the softmax so far."""
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    scores = tl.where(allowed, scores, float("-inf"))
-    largest = tl.maximum(m, tl.max(scores, 1))
-    finite = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
-    decay = tl.exp2((m - finite) * (scale * LOG2_E))
-    total = total * decay + tl.sum(weights, 1)
-    acc = acc * decay[:, None]
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    scores = tl.where(allowed, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+    largest = tl.maximum(m, tl.max(scores, 1))  # [BLOCK_M]
+    finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]
+    weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))  # [BLOCK_M, BLOCK_N]
+    decay = tl.exp2((m - finite) * (scale * LOG2_E))  # [BLOCK_M]
+    total = total * decay + tl.sum(weights, 1)  # [BLOCK_M]
+    acc = acc * decay[:, None]  # [BLOCK_M, BLOCK_D]
     # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it.
-    bad = (v_tile - v_tile) != 0.0
+    bad = (v_tile - v_tile) != 0.0  # [BLOCK_N, BLOCK_D]
     if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
-        reached = tl.dot(allowed.to(v_tile.dtype), bad.to(v_tile.dtype), input_precision=PRECISION)
-        acc = tl.where(reached > 0.0, float("nan"), acc)
-        v_tile = tl.where(bad, 0.0, v_tile)
+        reached = tl.dot(
+            allowed.to(v_tile.dtype), bad.to(v_tile.dtype), input_precision=PRECISION
+        )  # [BLOCK_M, BLOCK_D]
+        acc = tl.where(reached > 0.0, float("nan"), acc)  # [BLOCK_M, BLOCK_D]
+        v_tile = tl.where(bad, 0.0, v_tile)  # [BLOCK_N, BLOCK_D]
     return tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION), total, largest
 
 
@@ -154,10 +156,12 @@ def _gradients(
     acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION: tl.constexpr
 ):  # fmt: skip
     """dq of a tile of queries, gone on with by a tile of keys; without the scale."""
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    weights = tl.where(allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[:, None]), 0.0)
-    slopes = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
-    slopes = tl.where(allowed, weights * (slopes - delta_row[:, None]), 0.0)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    weights = tl.where(
+        allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[:, None]), 0.0
+    )  # [BLOCK_M, BLOCK_N]
+    slopes = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    slopes = tl.where(allowed, weights * (slopes - delta_row[:, None]), 0.0)  # [BLOCK_M, BLOCK_N]
     return tl.dot(slopes.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 
 
@@ -196,32 +200,37 @@ def query_kernel(
     first1, last1, residue1, m1 = _tile_of(tile1, begin1, stop1, n1, d1, T1)
     first2, last2, residue2, m2 = _tile_of(tile2, begin2, stop2, n2, d2, T2)
 
-    rows = tl.arange(0, BLOCK_M)
-    r0, r1, r2 = first0 + rows // (T1 * T2), first1 + rows // T2 % T1, first2 + rows % T2
-    exists = (r0 < last0) & (r1 < last1) & (r2 < last2)
-    start0, end0 = window(r0, m0, w0, s0, C0, E0)
-    start1, end1 = window(r1, m1, w1, s1, C1, E1)
-    start2, end2 = window(r2, m2, w2, s2, C2, E2)
-    c0 = _line(r0, residue0, d0, n0, q0, E0, PART)
-    c1, c2 = _line(r1, residue1, d1, n1, q1, E1, PART), _line(r2, residue2, d2, n2, q2, E2, PART)
-    row = _rows(c0, c1, c2, side1, side2, inverse, exists, GATHER)
+    rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    r0 = first0 + rows // (T1 * T2)  # [BLOCK_M]
+    r1 = first1 + rows // T2 % T1  # [BLOCK_M]
+    r2 = first2 + rows % T2  # [BLOCK_M]
+    exists = (r0 < last0) & (r1 < last1) & (r2 < last2)  # [BLOCK_M]
+    start0, end0 = window(r0, m0, w0, s0, C0, E0)  # [BLOCK_M] each
+    start1, end1 = window(r1, m1, w1, s1, C1, E1)  # [BLOCK_M] each
+    start2, end2 = window(r2, m2, w2, s2, C2, E2)  # [BLOCK_M] each
+    c0 = _line(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
+    c1 = _line(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
+    c2 = _line(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
+    row = _rows(c0, c1, c2, side1, side2, inverse, exists, GATHER)  # [BLOCK_M]
     if PART and GATHER:
         exists &= (row >= 0) & (row < q_rows)
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims[None, :] < HEAD_DIM
-    here = exists[:, None] & in_dim
-    q_tile = tl.load(q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :], mask=here, other=0.0)
-    scalars = (b * heads + h) * q_rows + row
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    d_tile, lse_row, delta_row = q_tile, m, total
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    here = exists[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+    q_tile = tl.load(
+        q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :], mask=here, other=0.0
+    )  # [BLOCK_M, BLOCK_D]
+    scalars = (b * heads + h) * q_rows + row  # [BLOCK_M]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
+    total = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    d_tile, lse_row, delta_row = q_tile, m, total  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
     if BACKWARD:
-        at = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
-        d_tile = tl.load(at, mask=here, other=0.0)
-        lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))
-        lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
-        delta_row = tl.load(delta + scalars, mask=exists, other=0.0)
+        at = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
+        d_tile = tl.load(at, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+        lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))  # [BLOCK_M]
+        lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
+        delta_row = tl.load(delta + scalars, mask=exists, other=0.0)  # [BLOCK_M]
 
     begin0, span0 = _keys_of(first0, last0, m0, w0, s0, T0, C0, E0)
     begin1, span1 = _keys_of(first1, last1, m1, w1, s1, T1, C1, E1)
@@ -229,54 +238,67 @@ def query_kernel(
     if PART:  # a tile may hold no query
         span0 = tl.where(tl.max(exists.to(tl.int32), 0) > 0, span0, 0)
     k_head, v_head = k + b * stride_kb + g * stride_kh, v + b * stride_vb + g * stride_vh
-    cols = tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     for j in range(0, span0 * span1 * span2, BLOCK_N):
-        key = j + cols
-        there = key < span0 * span1 * span2
-        k0 = _around(begin0 + key // (span1 * span2), m0, E0)
-        k1 = _around(begin1 + key // span2 % span1, m1, E1)
-        k2 = _around(begin2 + key % span2, m2, E2)
-        x0 = _line(k0, residue0, d0, n0, f0, E0, PART)
-        x1, x2 = _line(k1, residue1, d1, n1, f1, E1, PART), _line(k2, residue2, d2, n2, f2, E2, PART)
-        slot = _rows(x0, x1, x2, k_side1, k_side2, inverse, there, GATHER)
+        key = j + cols  # [BLOCK_N]
+        there = key < span0 * span1 * span2  # [BLOCK_N]
+        k0 = _around(begin0 + key // (span1 * span2), m0, E0)  # [BLOCK_N]
+        k1 = _around(begin1 + key // span2 % span1, m1, E1)  # [BLOCK_N]
+        k2 = _around(begin2 + key % span2, m2, E2)  # [BLOCK_N]
+        x0 = _line(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
+        x1 = _line(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
+        x2 = _line(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
+        slot = _rows(x0, x1, x2, k_side1, k_side2, inverse, there, GATHER)  # [BLOCK_N]
         if PART and GATHER:
             there &= slot >= 0
         if PADDING:
             there &= tl.load(padding + b * k_rows + slot, mask=there, other=1) == 0
-        allowed = there[None, :] & exists[:, None]
+        allowed = there[None, :] & exists[:, None]  # [BLOCK_M, BLOCK_N]
         allowed &= _sees(start0[:, None], end0[:, None], k0[None, :], m0, E0)
         allowed &= _sees(start1[:, None], end1[:, None], k1[None, :], m1, E1)
         allowed &= _sees(start2[:, None], end2[:, None], k2[None, :], m2, E2)
-        load = there[:, None] & in_dim
-        k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)
-        v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)
+        load = there[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+        k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+        v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         if BACKWARD:
-            acc = _gradients(acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION)
+            acc = _gradients(
+                acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
+            )  # [BLOCK_M, BLOCK_D]
         else:
-            acc, total, m = _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION)
+            acc, total, m = _joined(
+                acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION
+            )  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
     if EXTRA:
         k_head, v_head = extra_k + b * stride_eb + g * stride_eh, extra_v + b * stride_fb + g * stride_fh
         for j in range(0, extra, BLOCK_N):
-            there = j + cols < extra
+            there = j + cols < extra  # [BLOCK_N]
             if EXTRA_PADDING:
                 there &= tl.load(extra_padding + b * extra + j + cols, mask=there, other=1) == 0
-            allowed = there[None, :] & exists[:, None]
-            load = there[:, None] & in_dim
-            k_tile = tl.load(k_head + (j + cols)[:, None] * stride_en + dims[None, :], mask=load, other=0.0)
-            v_tile = tl.load(v_head + (j + cols)[:, None] * stride_fn + dims[None, :], mask=load, other=0.0)
+            allowed = there[None, :] & exists[:, None]  # [BLOCK_M, BLOCK_N]
+            load = there[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+            k_tile = tl.load(
+                k_head + (j + cols)[:, None] * stride_en + dims[None, :], mask=load, other=0.0
+            )  # [BLOCK_N, BLOCK_D]
+            v_tile = tl.load(
+                v_head + (j + cols)[:, None] * stride_fn + dims[None, :], mask=load, other=0.0
+            )  # [BLOCK_N, BLOCK_D]
             if BACKWARD:
-                acc = _gradients(acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION)
+                acc = _gradients(
+                    acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
+                )  # [BLOCK_M, BLOCK_D]
             else:
-                acc, total, m = _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION)
+                acc, total, m = _joined(
+                    acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION
+                )  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
 
-    out_rows = ((b * q_rows + row) * heads + h) * HEAD_DIM
+    out_rows = ((b * q_rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
     if BACKWARD:
         tl.store(dq + out_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=here)
     else:
-        denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
-        result = acc / denominator[:, None]
+        denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
+        result = acc / denominator[:, None]  # [BLOCK_M, BLOCK_D]
         tl.store(out + out_rows[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=here)
-        result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))
+        result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))  # [BLOCK_M]
         tl.store(lse + scalars, result_lse, mask=exists)
 
 
@@ -299,10 +321,16 @@ def key_kernel(
     q0, _, q_begin0, q_stop0 = _box(boxes, n0, 0, 0, PART)
     q1, side1, q_begin1, q_stop1 = _box(boxes, n1, 1, 0, PART)
     q2, side2, q_begin2, q_stop2 = _box(boxes, n2, 2, 0, PART)
-    cols = tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if EXTRA:
-        slot = (tl.program_id(0) * BLOCK_N + cols).to(tl.int64)
-        exists, keys, span0, span1, span2 = slot < extra, extra, 1, 1, q_rows
+        slot = (tl.program_id(0) * BLOCK_N + cols).to(tl.int64)  # [BLOCK_N]
+        exists, keys, span0, span1, span2 = (
+            slot < extra,
+            extra,
+            1,
+            1,
+            q_rows,
+        )  # [BLOCK_N], scalar, scalar, scalar, scalar
     else:
         keys = k_rows
         f0, _, begin0, stop0 = _box(boxes, n0, 0, 1, PART)
@@ -314,11 +342,14 @@ def key_kernel(
         first0, last0, residue0, m0 = _tile_of(program // (tiles2 * tiles1), begin0, stop0, n0, d0, T0)
         first1, last1, residue1, m1 = _tile_of(program // tiles2 % tiles1, begin1, stop1, n1, d1, T1)
         first2, last2, residue2, m2 = _tile_of(program % tiles2, begin2, stop2, n2, d2, T2)
-        k0, k1, k2 = first0 + cols // (T1 * T2), first1 + cols // T2 % T1, first2 + cols % T2
-        exists = (k0 < last0) & (k1 < last1) & (k2 < last2)
-        c0 = _line(k0, residue0, d0, n0, f0, E0, PART)
-        c1, c2 = _line(k1, residue1, d1, n1, f1, E1, PART), _line(k2, residue2, d2, n2, f2, E2, PART)
-        slot = _rows(c0, c1, c2, k_side1, k_side2, inverse, exists, GATHER)
+        k0 = first0 + cols // (T1 * T2)  # [BLOCK_N]
+        k1 = first1 + cols // T2 % T1  # [BLOCK_N]
+        k2 = first2 + cols % T2  # [BLOCK_N]
+        exists = (k0 < last0) & (k1 < last1) & (k2 < last2)  # [BLOCK_N]
+        c0 = _line(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
+        c1 = _line(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
+        c2 = _line(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
+        slot = _rows(c0, c1, c2, k_side1, k_side2, inverse, exists, GATHER)  # [BLOCK_N]
         if PART and GATHER:
             exists &= slot >= 0
         from0, to0 = (q_begin0 - residue0 + d0 - 1) // d0, (q_stop0 - residue0 + d0 - 1) // d0
@@ -329,67 +360,76 @@ def key_kernel(
         begin2, span2 = _queries_of(first2, last2, from2, to2, m2, w2, s2, T2, C2, E2)
         if PART:  # a tile may hold no key
             span0 = tl.where(tl.max(exists.to(tl.int32), 0) > 0, span0, 0)
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims[None, :] < HEAD_DIM
-    here = exists[:, None] & in_dim
-    k_ptrs = k + b * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]
-    v_ptrs = v + b * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]
-    k_tile, v_tile = tl.load(k_ptrs, mask=here, other=0.0), tl.load(v_ptrs, mask=here, other=0.0)
-    weighed = exists
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    here = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+    k_ptrs = k + b * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    v_ptrs = v + b * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    k_tile = tl.load(k_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+    v_tile = tl.load(v_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+    weighed = exists  # [BLOCK_N]
     if PADDING:
         weighed &= tl.load(padding + b * keys + slot, mask=exists, other=1) == 0
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    rows = tl.arange(0, BLOCK_M)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     for h in range(g * group, (g + 1) * group):
         for j in range(0, span0 * span1 * span2, BLOCK_M):
-            query = j + rows
-            there = query < span0 * span1 * span2
+            query = j + rows  # [BLOCK_M]
+            there = query < span0 * span1 * span2  # [BLOCK_M]
             if EXTRA:
-                row = query.to(tl.int64)
+                row = query.to(tl.int64)  # [BLOCK_M]
                 if PART and not GATHER:  # those that are computed
-                    x0, x1, x2 = q0 + query // (side1 * side2), q1 + query // side2 % side1, q2 + query % side2
+                    x0 = q0 + query // (side1 * side2)  # [BLOCK_M]
+                    x1 = q1 + query // side2 % side1  # [BLOCK_M]
+                    x2 = q2 + query % side2  # [BLOCK_M]
                     there &= (x0 >= q_begin0) & (x0 < q_stop0) & (x1 >= q_begin1) & (x1 < q_stop1)
                     there &= (x2 >= q_begin2) & (x2 < q_stop2)
-                allowed = weighed[:, None] & there[None, :]
+                allowed = weighed[:, None] & there[None, :]  # [BLOCK_N, BLOCK_M]
             else:
-                r0 = _around(begin0 + query // (span1 * span2), m0, E0)
-                r1 = _around(begin1 + query // span2 % span1, m1, E1)
-                r2 = _around(begin2 + query % span2, m2, E2)
+                r0 = _around(begin0 + query // (span1 * span2), m0, E0)  # [BLOCK_M]
+                r1 = _around(begin1 + query // span2 % span1, m1, E1)  # [BLOCK_M]
+                r2 = _around(begin2 + query % span2, m2, E2)  # [BLOCK_M]
                 if PART and E0 == WRAP:  # others are among them
                     there &= (r0 >= from0) & (r0 < to0)
                 if PART and E1 == WRAP:
                     there &= (r1 >= from1) & (r1 < to1)
                 if PART and E2 == WRAP:
                     there &= (r2 >= from2) & (r2 < to2)
-                x0 = _line(r0, residue0, d0, n0, q0, E0, PART)
-                x1, x2 = _line(r1, residue1, d1, n1, q1, E1, PART), _line(r2, residue2, d2, n2, q2, E2, PART)
-                row = _rows(x0, x1, x2, side1, side2, inverse, there, GATHER)
+                x0 = _line(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
+                x1 = _line(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
+                x2 = _line(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
+                row = _rows(x0, x1, x2, side1, side2, inverse, there, GATHER)  # [BLOCK_M]
                 if PART and GATHER:
                     there &= (row >= 0) & (row < q_rows)
-                start0, end0 = window(r0, m0, w0, s0, C0, E0)
-                start1, end1 = window(r1, m1, w1, s1, C1, E1)
-                start2, end2 = window(r2, m2, w2, s2, C2, E2)
-                allowed = weighed[:, None] & there[None, :]
+                start0, end0 = window(r0, m0, w0, s0, C0, E0)  # [BLOCK_M] each
+                start1, end1 = window(r1, m1, w1, s1, C1, E1)  # [BLOCK_M] each
+                start2, end2 = window(r2, m2, w2, s2, C2, E2)  # [BLOCK_M] each
+                allowed = weighed[:, None] & there[None, :]  # [BLOCK_N, BLOCK_M]
                 allowed &= _sees(start0[None, :], end0[None, :], k0[:, None], m0, E0)
                 allowed &= _sees(start1[None, :], end1[None, :], k1[:, None], m1, E1)
                 allowed &= _sees(start2[None, :], end2[None, :], k2[:, None], m2, E2)
-            load = there[:, None] & in_dim
-            q_ptrs = q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
-            d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
-            q_tile, d_tile = tl.load(q_ptrs, mask=load, other=0.0), tl.load(d_ptrs, mask=load, other=0.0)
-            scalars = (b * heads + h) * q_rows + row
-            lse_row = tl.load(lse + scalars, mask=there, other=float("-inf"))
-            lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
-            delta_row = tl.load(delta + scalars, mask=there, other=0.0)
+            load = there[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+            q_ptrs = q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]  # [BLOCK_M, BLOCK_D]
+            d_ptrs = (
+                dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
+            )  # [BLOCK_M, BLOCK_D]
+            q_tile = tl.load(q_ptrs, mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
+            d_tile = tl.load(d_ptrs, mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
+            scalars = (b * heads + h) * q_rows + row  # [BLOCK_M]
+            lse_row = tl.load(lse + scalars, mask=there, other=float("-inf"))  # [BLOCK_M]
+            lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
+            delta_row = tl.load(delta + scalars, mask=there, other=0.0)  # [BLOCK_M]
             # Keys come first: of 64 rows all four products are asynchronous on Hopper. Beside one that is not (of 32
             # queries) Triton 3.7 lets the next queries be copied over those that dk is still made of.
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-            weights = tl.where(allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[None, :]), 0.0)
-            dv_acc = tl.dot(weights.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)
-            slopes = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)
-            slopes = tl.where(allowed, weights * (slopes - delta_row[None, :]), 0.0)
-            dk_acc = tl.dot(slopes.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
-    at = ((b * keys + slot) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]
+            weights = tl.where(
+                allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[None, :]), 0.0
+            )  # [BLOCK_N, BLOCK_M]
+            dv_acc = tl.dot(weights.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+            slopes = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+            slopes = tl.where(allowed, weights * (slopes - delta_row[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
+            dk_acc = tl.dot(slopes.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+    at = ((b * keys + slot) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, BLOCK_D]
     tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=here)

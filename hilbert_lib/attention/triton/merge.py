@@ -81,30 +81,32 @@ def merge_kernel(
 ):
     """out (batch, rows, heads, head_dim) and lse (batch, heads, rows) of one tile of rows of one head."""
     b, h, first = _tile(rows, heads, BLOCK_M)
-    row = first + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims[None, :] < HEAD_DIM
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
+    total = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     for slot in range(slots):
         part = table + ((slot * batch + b) * heads + h) * (PLACE + 2 * ADDRESS)
         if _reaches(part, first, BLOCK_M):
-            found, segment, number = _find(part, row)
-            out_rows = _address(part + PLACE, segment, number, out, True)
-            tile = tl.load(out_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0)
-            lse_rows = _address(part + PLACE + ADDRESS, segment, number, lse, False)
-            part_lse = tl.load(lse_rows, mask=found, other=float("-inf"))
-            largest = tl.maximum(m, part_lse)
-            finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf minus -inf would be NaN
-            weight, decay = tl.exp(part_lse - finite), tl.exp(m - finite)
-            total = total * decay + weight
-            acc = acc * decay[:, None] + weight[:, None] * tile.to(tl.float32)
-            m = largest
-    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys
-    exists = row < rows
-    whole = ((b * rows + row) * heads + h) * HEAD_DIM
-    result = (acc / denominator[:, None]).to(out.dtype.element_ty)
+            found, segment, number = _find(part, row)  # [BLOCK_M] each
+            out_rows = _address(part + PLACE, segment, number, out, True)  # [BLOCK_M]
+            tile = tl.load(
+                out_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0
+            )  # [BLOCK_M, BLOCK_D]
+            lse_rows = _address(part + PLACE + ADDRESS, segment, number, lse, False)  # [BLOCK_M]
+            part_lse = tl.load(lse_rows, mask=found, other=float("-inf"))  # [BLOCK_M]
+            largest = tl.maximum(m, part_lse)  # [BLOCK_M]
+            finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]; -inf minus -inf would be NaN
+            weight, decay = tl.exp(part_lse - finite), tl.exp(m - finite)  # [BLOCK_M] each
+            total = total * decay + weight  # [BLOCK_M]
+            acc = acc * decay[:, None] + weight[:, None] * tile.to(tl.float32)  # [BLOCK_M, BLOCK_D]
+            m = largest  # [BLOCK_M]
+    denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys
+    exists = row < rows  # [BLOCK_M]
+    whole = ((b * rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
+    result = (acc / denominator[:, None]).to(out.dtype.element_ty)  # [BLOCK_M, BLOCK_D]
     tl.store(out + whole[:, None] + dims[None, :], result, mask=exists[:, None] & in_dim)
     tl.store(lse + (b * heads + h) * rows + row, m + tl.log(denominator), mask=exists)
 
@@ -115,19 +117,21 @@ def sum_kernel(
 ):
     """total (batch, rows, heads, head_dim) of one tile of rows of one head."""
     b, h, first = _tile(rows, heads, BLOCK_M)
-    row = first + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims[None, :] < HEAD_DIM
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     for slot in range(slots):
         part = table + ((slot * batch + b) * heads + h) * (PLACE + ADDRESS)
         if _reaches(part, first, BLOCK_M):
-            found, segment, number = _find(part, row)
-            part_rows = _address(part + PLACE, segment, number, total, True)
-            tile = tl.load(part_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0)
+            found, segment, number = _find(part, row)  # [BLOCK_M] each
+            part_rows = _address(part + PLACE, segment, number, total, True)  # [BLOCK_M]
+            tile = tl.load(
+                part_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0
+            )  # [BLOCK_M, BLOCK_D]
             acc += tile.to(tl.float32)
-    whole = ((b * rows + row) * heads + h) * HEAD_DIM
-    result = acc.to(total.dtype.element_ty)
+    whole = ((b * rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
+    result = acc.to(total.dtype.element_ty)  # [BLOCK_M, BLOCK_D]
     tl.store(total + whole[:, None] + dims[None, :], result, mask=(row < rows)[:, None] & in_dim)
 
 
@@ -154,10 +158,12 @@ def _find(part, row):
     start = tl.load(part).to(tl.int32)
     segment_length = tl.load(part + 1).to(tl.int32)
     rate = tl.load(part + 2).to(tl.int32)
-    segment = (row - start) // segment_length
-    within = (row - start) % segment_length
-    number = within // rate
-    found = (row >= start) & (segment < tl.load(part + 3)) & (within % rate == 0) & (number < tl.load(part + 4))
+    segment = (row - start) // segment_length  # [BLOCK_M]
+    within = (row - start) % segment_length  # [BLOCK_M]
+    number = within // rate  # [BLOCK_M]
+    found = (
+        (row >= start) & (segment < tl.load(part + 3)) & (within % rate == 0) & (number < tl.load(part + 4))
+    )  # [BLOCK_M]
     return found, segment, number
 
 

@@ -61,21 +61,25 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Merges one tile of rows, of one member of the group and one sequence, in the dtype of lse."""
-    row, member, exists = _rows(rows, group * batch, BLOCK_M)
-    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)
+    row, member, exists = _rows(rows, group * batch, BLOCK_M)  # [BLOCK_M], scalar, [BLOCK_M]
+    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)  # [BLOCK_M] each
     g, b = member // batch, member % batch
-    dims = tl.arange(0, BLOCK_D)
-    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    lse_at = lse + one * lse_first + two * lse_second + g * lse_group + b * lse_batch
-    out_at = out + (one * out_first + two * out_second + g * out_group + b * out_batch)[:, None] + dims * out_dim
-    other = row * group * batch + member  # others lie one after the other
-    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))
-    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf"))
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    lse_at = lse + one * lse_first + two * lse_second + g * lse_group + b * lse_batch  # [BLOCK_M]
+    out_at = (
+        out + (one * out_first + two * out_second + g * out_group + b * out_batch)[:, None] + dims * out_dim
+    )  # [BLOCK_M, BLOCK_D]
+    other = row * group * batch + member  # [BLOCK_M]; others lie one after the other
+    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))  # [BLOCK_M]
+    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf"))  # [BLOCK_M]
     working = lse.dtype.element_ty
-    share, other_share, merged = _shares(lse_own, lse_other, working)
-    tile = tl.load(out_at, mask=inside, other=0.0).to(working)
-    more = tl.load(other_out + other[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(working)
-    result = tile * share[:, None] + more * other_share[:, None]
+    share, other_share, merged = _shares(lse_own, lse_other, working)  # [BLOCK_M] each
+    tile = tl.load(out_at, mask=inside, other=0.0).to(working)  # [BLOCK_M, BLOCK_D]
+    more = tl.load(other_out + other[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(
+        working
+    )  # [BLOCK_M, BLOCK_D]
+    result = tile * share[:, None] + more * other_share[:, None]  # [BLOCK_M, BLOCK_D]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse_at, merged, mask=exists)
 
@@ -86,16 +90,16 @@ def zero_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Adds zero keys to one tile of rows, of one head and sequence."""
-    row, member, exists = _rows(queries, heads * batch, BLOCK_M)
+    row, member, exists = _rows(queries, heads * batch, BLOCK_M)  # [BLOCK_M], scalar, [BLOCK_M]
     h, b = member // batch, member % batch
-    dims = tl.arange(0, BLOCK_D)
-    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    lse_at = lse + (b * heads + h) * queries + row
-    out_at = out + (b * out_batch + h * out_head + row * out_row)[:, None] + dims * out_dim
-    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))
-    zeros = tl.load(log_count + h // group * queries + row, mask=exists, other=float("-inf"))
-    share, _, merged = _shares(lse_own, zeros, lse.dtype.element_ty)
-    tile = tl.load(out_at, mask=inside, other=0.0) * share[:, None]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    lse_at = lse + (b * heads + h) * queries + row  # [BLOCK_M]
+    out_at = out + (b * out_batch + h * out_head + row * out_row)[:, None] + dims * out_dim  # [BLOCK_M, BLOCK_D]
+    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))  # [BLOCK_M]
+    zeros = tl.load(log_count + h // group * queries + row, mask=exists, other=float("-inf"))  # [BLOCK_M]
+    share, _, merged = _shares(lse_own, zeros, lse.dtype.element_ty)  # [BLOCK_M] each
+    tile = tl.load(out_at, mask=inside, other=0.0) * share[:, None]  # [BLOCK_M, BLOCK_D]
     tl.store(out_at, tile.to(out.dtype.element_ty), mask=inside)
     tl.store(lse_at, merged, mask=exists)
 
@@ -107,15 +111,16 @@ def add_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of rows, of one member of the group and one sequence, in the wider of the dtypes."""
-    row, member, exists = _rows(rows, group * batch, BLOCK_M)
-    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)
+    row, member, exists = _rows(rows, group * batch, BLOCK_M)  # [BLOCK_M], scalar, [BLOCK_M]
+    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)  # [BLOCK_M] each
     g, b = member // batch, member % batch
-    dims = tl.arange(0, BLOCK_D)
-    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    at = one * total_first + two * total_second + g * total_group + b * total_batch
-    total_at = total + at[:, None] + dims * total_dim
-    other = (row * group * batch + member) * HEAD_DIM
-    tile = tl.load(total_at, mask=inside, other=0.0) + tl.load(more + other[:, None] + dims, mask=inside, other=0.0)
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    at = one * total_first + two * total_second + g * total_group + b * total_batch  # [BLOCK_M]
+    total_at = total + at[:, None] + dims * total_dim  # [BLOCK_M, BLOCK_D]
+    other = (row * group * batch + member) * HEAD_DIM  # [BLOCK_M]
+    tile = tl.load(total_at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
+    tile += tl.load(more + other[:, None] + dims, mask=inside, other=0.0)
     tl.store(total_at, tile.to(total.dtype.element_ty), mask=inside)
 
 
@@ -123,7 +128,7 @@ def add_kernel(
 def _rows(rows, members, BLOCK_M: tl.constexpr):
     """Rows of this program and its member of each, int64; neighbours take the members of the same rows."""
     pid = tl.program_id(0)
-    row = (pid // members).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = (pid // members).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     return row, (pid % members).to(tl.int64), row < rows
 
 
@@ -133,11 +138,11 @@ def _shares(lse, other, dtype: tl.constexpr):
 
     In float64: a GPU's own exponential and logarithm err in the seventh digit, and these are few.
     """
-    lse, other = lse.to(tl.float64), other.to(tl.float64)
-    largest = tl.maximum(lse, other)
-    finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf minus -inf would be NaN
-    weight, other_weight = tl.exp(lse - finite), tl.exp(other - finite)
-    total = weight + other_weight
-    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys
-    merged = largest + tl.log(denominator)
+    lse, other = lse.to(tl.float64), other.to(tl.float64)  # [BLOCK_M] each
+    largest = tl.maximum(lse, other)  # [BLOCK_M]
+    finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]; -inf minus -inf would be NaN
+    weight, other_weight = tl.exp(lse - finite), tl.exp(other - finite)  # [BLOCK_M] each
+    total = weight + other_weight  # [BLOCK_M]
+    denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys
+    merged = largest + tl.log(denominator)  # [BLOCK_M]
     return (weight / denominator).to(dtype), (other_weight / denominator).to(dtype), merged.to(dtype)

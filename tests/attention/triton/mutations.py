@@ -80,18 +80,18 @@ hopper.steps, 16: a tile of k is not given back
 +    tiles.arrive(v_free(ring, block))
 +    return acc, total, m
 hopper.steps, 14: a tile of v is given back while it is multiplied
--    acc = warpgroup_mma_wait(0, deps=[value_token])
+-    acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
 -    tiles.arrive(v_free(ring, block - 1))
 +    tiles.arrive(v_free(ring, block - 1))
-+    acc = warpgroup_mma_wait(0, deps=[value_token])
++    acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
 hopper.steps, 14: a tile of v is not waited for
 -    tiles.wait_full(ring.v_full, block)
 -    return warpgroup_mma(weights
 +    return warpgroup_mma(weights
 hopper.steps, 14: scores are used before they are computed
--scores = warpgroup_mma_wait(1, deps=[score_token])
+-scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, KEYS]
 -    if not WHOLE
-+scores = warpgroup_mma_wait(2, deps=[score_token])
++scores = warpgroup_mma_wait(2, deps=[score_token])  # [GROUP_ROWS, KEYS]
 +    if not WHOLE
 hopper.steps, 14: earlier sums keep their scale
 -    if WHOLE:
@@ -154,8 +154,10 @@ hopper.launch, 28: launches do not see that tiles are cut off
 -is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
 +is_causal
 hopper.forward, 24: row 0 forgets what earlier launches found
--out_rows + dims, here, lse + lse_rows, query >= 0)
-+out_rows + dims, here, lse + lse_rows, query > 0)
+-out_rows + dims, here, lse + lse_rows, query >= 0
+-        )
++out_rows + dims, here, lse + lse_rows, query > 0
++        )
 hopper.backward, 31: a block that sees some keys of a group is passed over
 -first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M
 +first_masked = gl.cdiv(_first_query(own_lowest, origin, r) - begin, BLOCK_M)

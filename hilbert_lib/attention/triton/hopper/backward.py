@@ -96,7 +96,7 @@ def backward_kernel(
     v_tile = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_D], tiles.shared_layout())
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], q0.layout)
     d_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], d0.layout)
-    s_tiles, dq_tiles = k_tile, v_tile  # these stand in for them without dq
+    s_tiles, dq_tiles = k_tile, v_tile  # [KEYS, BLOCK_D] each; these stand in for them without dq
     if WITH_DQ:
         s_tiles = gl.allocate_shared_memory(dtype, [SCORE_BUFFERS, KEYS, BLOCK_M], tiles.shared_layout())
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M, 1, 1, dq0.block_shape[4]], dq0.layout)
@@ -201,11 +201,11 @@ def _copy_segment(
             at = [b, row + j, residue, h, 0]
             tiles.async_load(q_descriptor, at, shared.full.index(stage), shared.q_tiles.index(stage))
             tiles.async_load(d_descriptor, at, shared.full.index(stage), shared.d_tiles.index(stage))
-            number = j + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-            query = origin + number * r
+            number = j + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
+            query = origin + number * r  # [BLOCK_M]
             # Weight 0 past the end of the segment, and where a query saw no key.
-            lse_row = gl.load(lse_head + query, mask=number < n, other=float("inf"))
-            lse_row = gl.where(lse_row == float("-inf"), float("inf"), lse_row)
+            lse_row = gl.load(lse_head + query, mask=number < n, other=float("inf"))  # [BLOCK_M]
+            lse_row = gl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
             shared.lse_rows.index(stage).store(lse_row * geometry.LOG2_E)
             shared.delta_rows.index(stage).store(gl.load(delta_head + query, mask=number < n, other=0.0))
             mbarrier.arrive(shared.full.index(stage))
@@ -260,15 +260,21 @@ def _differentiate(
     b, g, tile, branches = _tile_of(tables, sizes, grid)
     keys, kv_heads, group = sizes
     if tile.size > 0:
-        rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))
-        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
-        position = geometry.tile_positions(tile, rows)
-        here = ((rows < tile.size) & (position < tile.end))[:, None] & (dims[None, :] < HEAD_DIM)
-        row = position.to(gl.int64)
-        k_ptrs = k + b.to(gl.int64) * stride_kb + g.to(gl.int64) * stride_kh + row[:, None] * stride_kn + dims[None, :]
-        v_ptrs = v + b.to(gl.int64) * stride_vb + g.to(gl.int64) * stride_vh + row[:, None] * stride_vn + dims[None, :]
-        k_rows = shared.k_tile.slice(NUMBER * tiles.GROUP_ROWS, tiles.GROUP_ROWS, 0)
-        v_rows = shared.v_tile.slice(NUMBER * tiles.GROUP_ROWS, tiles.GROUP_ROWS, 0)
+        rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
+        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))  # [BLOCK_D]
+        position = geometry.tile_positions(tile, rows)  # [GROUP_ROWS]
+        here = ((rows < tile.size) & (position < tile.end))[:, None] & (
+            dims[None, :] < HEAD_DIM
+        )  # [GROUP_ROWS, BLOCK_D]
+        row = position.to(gl.int64)  # [GROUP_ROWS]
+        k_ptrs = (
+            k + b.to(gl.int64) * stride_kb + g.to(gl.int64) * stride_kh + row[:, None] * stride_kn + dims[None, :]
+        )  # [GROUP_ROWS, BLOCK_D]
+        v_ptrs = (
+            v + b.to(gl.int64) * stride_vb + g.to(gl.int64) * stride_vh + row[:, None] * stride_vn + dims[None, :]
+        )  # [GROUP_ROWS, BLOCK_D]
+        k_rows = shared.k_tile.slice(NUMBER * tiles.GROUP_ROWS, tiles.GROUP_ROWS, 0)  # [GROUP_ROWS, BLOCK_D]
+        v_rows = shared.v_tile.slice(NUMBER * tiles.GROUP_ROWS, tiles.GROUP_ROWS, 0)  # [GROUP_ROWS, BLOCK_D]
         k_rows.store(gl.load(k_ptrs, mask=here, other=0.0))
         v_rows.store(gl.load(v_ptrs, mask=here, other=0.0))
         if WITH_DQ:
@@ -278,20 +284,20 @@ def _differentiate(
         mbarrier.arrive(shared.k_full)
         mbarrier.wait(shared.k_full, 0)
         if keys_in_registers(BLOCK_D):
-            k_rows = k_rows.load(gl.DotOperandLayout(0, SCORES, 2))
-            v_rows = v_rows.load(gl.DotOperandLayout(0, SCORES, 2))
-        key_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, SCORES))
-        key_position = geometry.tile_positions(tile, key_rows)
+            k_rows = k_rows.load(gl.DotOperandLayout(0, SCORES, 2))  # [GROUP_ROWS, BLOCK_D]
+            v_rows = v_rows.load(gl.DotOperandLayout(0, SCORES, 2))  # [GROUP_ROWS, BLOCK_D]
+        key_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
+        key_position = geometry.tile_positions(tile, key_rows)  # [GROUP_ROWS]
 
-        is_there = (key_rows < tile.size) & (key_position < tile.end)
+        is_there = (key_rows < tile.size) & (key_position < tile.end)  # [GROUP_ROWS]
         # Where causal, fewer queries see a group than its tile, and more of them see all of it.
         own_lowest = geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS)
         own_highest = geometry.tile_positions(tile, (NUMBER + 1) * tiles.GROUP_ROWS - 1)
         is_empty = tile.size <= NUMBER * tiles.GROUP_ROWS
         is_full = (tile.size >= (NUMBER + 1) * tiles.GROUP_ROWS) & (own_highest < tile.end)
 
-        dk_acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)
-        dv_acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)
+        dk_acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)  # [GROUP_ROWS, BLOCK_D]
+        dv_acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)  # [GROUP_ROWS, BLOCK_D]
         block = 0
         for i in range(N_BRANCHES):
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
@@ -310,22 +316,26 @@ def _differentiate(
                     first_free = gl.where(is_full, first_free, blocks)
                 free_from = gl.minimum(n, begin + first_free * BLOCK_M)
                 for _member in range(group):
-                    dk_acc, dv_acc, block = _walk(
+                    dk_acc, dv_acc, block = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], scalar
                         NUMBER, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there,
                         key_position, k_rows, v_rows, shared, scale, CAUSAL, CUT, WITH_DQ,
                     )  # fmt: skip
         if WITH_DQ:
             tiles.meet(_scores_of(1 - NUMBER, block - 1), 256)
             if block > 0:
-                part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, shared, block)])
+                part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, shared, block)])  # [GROUP_ROWS, COLUMNS]
                 _hand_over(NUMBER, part, shared, block)
         # Made only here: positions in this layout would take registers all through the loop.
-        out_rows = gl.convert_layout(key_position, gl.SliceLayout(1, GRADIENTS))
-        out_number = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, GRADIENTS))
-        out_dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, GRADIENTS))
-        written = ((out_number < tile.size) & (out_rows < tile.end))[:, None] & (out_dims[None, :] < HEAD_DIM)
-        at = ((b.to(gl.int64) * keys + out_rows) * kv_heads + g) * HEAD_DIM
-        dk_acc = dk_acc * scale
+        out_rows = gl.convert_layout(key_position, gl.SliceLayout(1, GRADIENTS))  # [GROUP_ROWS]
+        out_number = NUMBER * tiles.GROUP_ROWS + gl.arange(
+            0, tiles.GROUP_ROWS, gl.SliceLayout(1, GRADIENTS)
+        )  # [GROUP_ROWS]
+        out_dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, GRADIENTS))  # [BLOCK_D]
+        written = ((out_number < tile.size) & (out_rows < tile.end))[:, None] & (
+            out_dims[None, :] < HEAD_DIM
+        )  # [GROUP_ROWS, BLOCK_D]
+        at = ((b.to(gl.int64) * keys + out_rows) * kv_heads + g) * HEAD_DIM  # [GROUP_ROWS]
+        dk_acc = dk_acc * scale  # [GROUP_ROWS, BLOCK_D]
         if READ_PARTIAL:
             dk_acc += gl.load(dk + at[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
             dv_acc += gl.load(dv + at[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
@@ -348,23 +358,23 @@ def _walk(
             _empty_step(NUMBER, shared, block, WITH_DQ)
             block += 1
         # The number of the first query that sees each key: n, which is none, for a key that is not there.
-        sees = gl.zeros_like(key_position)
+        sees = gl.zeros_like(key_position)  # [GROUP_ROWS]
         if CAUSAL:
-            sees = (key_position - origin + r - 1) // r
-        sees = gl.where(is_there, sees, n)
+            sees = (key_position - origin + r - 1) // r  # [GROUP_ROWS]
+        sees = gl.where(is_there, sees, n)  # [GROUP_ROWS]
         masked_from = begin + first_masked * BLOCK_M
         if masked_from < free_from:
-            scores = _first_scores(k_rows, shared, block, WITH_DQ)
+            scores = _first_scores(k_rows, shared, block, WITH_DQ)  # [GROUP_ROWS, BLOCK_M]
             for j in range(masked_from, free_from, BLOCK_M):
-                dk_acc, dv_acc, scores = _step(
+                dk_acc, dv_acc, scores = _step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_M]
                     NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees - j, block, j + BLOCK_M < free_from,
                     scale, WITH_DQ, True,
                 )  # fmt: skip
                 block += 1
     if free_from < n:
-        scores = _first_scores(k_rows, shared, block, WITH_DQ)
+        scores = _first_scores(k_rows, shared, block, WITH_DQ)  # [GROUP_ROWS, BLOCK_M]
         for j in range(free_from, n, BLOCK_M):
-            dk_acc, dv_acc, scores = _step(
+            dk_acc, dv_acc, scores = _step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_M]
                 NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, key_position, block, j + BLOCK_M < n,
                 scale, WITH_DQ, False,
             )  # fmt: skip
@@ -376,9 +386,9 @@ def _walk(
 def _first_scores(k_rows, shared, block, WITH_DQ: gl.constexpr):
     """The scores of the first block of a walk; unused zeros where each step computes its own."""
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
-    scores = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, tiles.product_layout(BLOCK_M))
+    scores = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, tiles.product_layout(BLOCK_M))  # [GROUP_ROWS, BLOCK_M]
     if scores_ahead(shared.q_tiles.shape[5], WITH_DQ):
-        scores = warpgroup_mma_wait(0, deps=[_start_scores(k_rows, shared, block)])
+        scores = warpgroup_mma_wait(0, deps=[_start_scores(k_rows, shared, block)])  # [GROUP_ROWS, BLOCK_M]
     return scores
 
 
@@ -387,8 +397,8 @@ def _start_scores(k_rows, shared, block):
     """Starts the product of keys and a block of queries, once these are there."""
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
     tiles.wait_full(shared.full, block)
-    zeros = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, tiles.product_layout(BLOCK_M))
-    q_tile = tiles.tile_of_stage(shared.q_tiles, block)
+    zeros = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, tiles.product_layout(BLOCK_M))  # [GROUP_ROWS, BLOCK_M]
+    q_tile = tiles.tile_of_stage(shared.q_tiles, block)  # [BLOCK_M, BLOCK_D]
     return warpgroup_mma(k_rows, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -407,44 +417,52 @@ def _step(
     AHEAD: gl.constexpr = scores_ahead(BLOCK_D, WITH_DQ)
     gl.static_assert(WITH_DQ or not AHEAD, "scores that are asked for ahead are taken beside dq")
     stage = block % STAGES
-    q_tile = tiles.tile_of_stage(shared.q_tiles, block)
-    d_tile = tiles.tile_of_stage(shared.d_tiles, block)
-    zeros = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, SCORES)
+    q_tile = tiles.tile_of_stage(shared.q_tiles, block)  # [BLOCK_M, BLOCK_D]
+    d_tile = tiles.tile_of_stage(shared.d_tiles, block)  # [BLOCK_M, BLOCK_D]
+    zeros = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, SCORES)  # [GROUP_ROWS, BLOCK_M]
     if not AHEAD:
-        score_token = _start_scores(k_rows, shared, block)
-    weight_token = warpgroup_mma(v_rows, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        score_token = _start_scores(k_rows, shared, block)  # [GROUP_ROWS, BLOCK_M]
+    weight_token = warpgroup_mma(
+        v_rows, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )  # [GROUP_ROWS, BLOCK_M]
     if not AHEAD:
-        scores = warpgroup_mma_wait(1, deps=[score_token])
-    lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-    weights = gl.exp2(scores * (scale * geometry.LOG2_E) - lse_row[None, :])
+        scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, BLOCK_M]
+    lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [BLOCK_M]
+    weights = gl.exp2(scores * (scale * geometry.LOG2_E) - lse_row[None, :])  # [GROUP_ROWS, BLOCK_M]
     if MASKED:
-        column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
-        weights = gl.where(column[None, :] >= sees[:, None], weights, 0.0)
-    dv_weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
-    dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
+        column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))  # [BLOCK_M]
+        weights = gl.where(column[None, :] >= sees[:, None], weights, 0.0)  # [GROUP_ROWS, BLOCK_M]
+    dv_weights = gl.convert_layout(weights.to(dtype), WEIGHTS)  # [GROUP_ROWS, BLOCK_M]
+    dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)  # [GROUP_ROWS, BLOCK_D]
     if AHEAD:
         # The last step of a walk computes its own once more, unused.
         after = gl.where(goes_on, block + 1, block)
-        score_token = _start_scores(k_rows, shared, after)
-        dweights = warpgroup_mma_wait(2, deps=[weight_token])
+        score_token = _start_scores(k_rows, shared, after)  # [GROUP_ROWS, BLOCK_M]
+        dweights = warpgroup_mma_wait(2, deps=[weight_token])  # [GROUP_ROWS, BLOCK_M]
     else:
-        dweights = warpgroup_mma_wait(1, deps=[weight_token])
-    delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-    dscores = (weights * (dweights - delta_row[None, :])).to(dtype)
+        dweights = warpgroup_mma_wait(1, deps=[weight_token])  # [GROUP_ROWS, BLOCK_M]
+    delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [BLOCK_M]
+    dscores = (weights * (dweights - delta_row[None, :])).to(dtype)  # [GROUP_ROWS, BLOCK_M]
     if WITH_DQ:
         tiles.meet(_scores_of(1 - NUMBER, block - 1), 256)
         _store_scores(NUMBER, shared, dscores, block)
-        dq_token = _late_dq(NUMBER, shared, block)
-    dk_token = warpgroup_mma(gl.convert_layout(dscores, WEIGHTS), q_tile, dk_acc, is_async=True)
+        dq_token = _late_dq(NUMBER, shared, block)  # [GROUP_ROWS, COLUMNS]
+    dk_token = warpgroup_mma(
+        gl.convert_layout(dscores, WEIGHTS), q_tile, dk_acc, is_async=True
+    )  # [GROUP_ROWS, BLOCK_D]
     if WITH_DQ:  # handed over beside the product for dk
         if AHEAD:
-            dv_acc, scores, part = warpgroup_mma_wait(1, deps=[dv_token, score_token, dq_token])
+            dv_acc, scores, part = warpgroup_mma_wait(
+                1, deps=[dv_token, score_token, dq_token]
+            )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_M], [GROUP_ROWS, COLUMNS]
         else:
-            dv_acc, part = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+            dv_acc, part = warpgroup_mma_wait(
+                1, deps=[dv_token, dq_token]
+            )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, COLUMNS]
         _hand_over(NUMBER, part, shared, block)
-        dk_acc = warpgroup_mma_wait(0, deps=[dk_token])
+        dk_acc = warpgroup_mma_wait(0, deps=[dk_token])  # [GROUP_ROWS, BLOCK_D]
     else:
-        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])  # [GROUP_ROWS, BLOCK_D] each
     _give_back(shared, block)
     return dk_acc, dv_acc, scores
 
@@ -457,9 +475,11 @@ def _empty_step(NUMBER: gl.constexpr, shared, block, WITH_DQ: gl.constexpr):
     _give_back(shared, block)
     if WITH_DQ:
         tiles.meet(_scores_of(1 - NUMBER, block - 1), 256)
-        nothing = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], shared.k_tile.dtype, tiles.product_layout(BLOCK_M))
+        nothing = gl.zeros(
+            [tiles.GROUP_ROWS, BLOCK_M], shared.k_tile.dtype, tiles.product_layout(BLOCK_M)
+        )  # [GROUP_ROWS, BLOCK_M]
         _store_scores(NUMBER, shared, nothing, block)
-        part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, shared, block)])
+        part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, shared, block)])  # [GROUP_ROWS, COLUMNS]
         _hand_over(NUMBER, part, shared, block)
 
 
@@ -496,9 +516,9 @@ def _store_scores(NUMBER: gl.constexpr, shared, dscores, block):
 def _late_dq(NUMBER: gl.constexpr, shared, block):
     """Starts a group's half of the columns of the last block's dq: both groups' gradients of scores times k."""
     COLUMNS: gl.constexpr = shared.k_tile.shape[1] // 2
-    left = shared.s_tiles.index((block + SCORE_BUFFERS - 1) % SCORE_BUFFERS).permute((1, 0))
-    right = shared.k_tile.slice(NUMBER * COLUMNS, COLUMNS, 1)
-    zeros = gl.zeros([tiles.GROUP_ROWS, COLUMNS], gl.float32, tiles.product_layout(COLUMNS))
+    left = shared.s_tiles.index((block + SCORE_BUFFERS - 1) % SCORE_BUFFERS).permute((1, 0))  # [BLOCK_M, KEYS]
+    right = shared.k_tile.slice(NUMBER * COLUMNS, COLUMNS, 1)  # [KEYS, COLUMNS]
+    zeros = gl.zeros([tiles.GROUP_ROWS, COLUMNS], gl.float32, tiles.product_layout(COLUMNS))  # [GROUP_ROWS, COLUMNS]
     return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 
@@ -506,7 +526,9 @@ def _late_dq(NUMBER: gl.constexpr, shared, block):
 def _hand_over(NUMBER: gl.constexpr, part, shared, block):
     """Hands a group's part of dq to the warp that adds it."""
     mbarrier.wait(shared.dq_free, (block & 1) ^ 1)
-    tile = tiles.reinterpret(shared.dq_tiles.index(NUMBER), gl.float32, part.shape, float_layout())
+    tile = tiles.reinterpret(
+        shared.dq_tiles.index(NUMBER), gl.float32, part.shape, float_layout()
+    )  # [GROUP_ROWS, COLUMNS]
     tile.store(part)
     fence_async_shared()
     tiles.arrive(DQ_THERE)

@@ -187,7 +187,7 @@ def is_there(ranks, stop):
 @gluon.jit
 def cell_of(ranks, residue, d, n):
     """The position of a cell, row by row."""
-    row = ((ranks[0] * d[0] + residue[0]) * n[1] + ranks[1] * d[1] + residue[1]) * n[2]
+    row = ((ranks[0] * d[0] + residue[0]) * n[1] + ranks[1] * d[1] + residue[1]) * n[2]  # [rows]
     return row + ranks[2] * d[2] + residue[2]
 
 
@@ -323,7 +323,7 @@ def fetch(x, at, full, tile):
 def rows_of(all_tiles, number):
     """The 64 rows of a group or of a box, as two axes."""
     ROWS: gl.constexpr = tiles.rows_of(all_tiles.shape)
-    tile = all_tiles.index(number)
+    tile = all_tiles.index(number)  # [B0, B1, B2, 1]
     return tiles.reinterpret(tile, tile.dtype, [ROWS, all_tiles.shape[5]], tiles.shared_layout())
 
 

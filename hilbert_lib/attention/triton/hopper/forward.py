@@ -130,7 +130,7 @@ def _attend(
     b, h, tile, branches = _tile_of(tables, sizes, grid)
     if tile.size > NUMBER * tiles.GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
-        q_tile = q_tiles.index(NUMBER)
+        q_tile = q_tiles.index(NUMBER)  # [GROUP_ROWS, BLOCK_D]
         if MASKED | in_halves(BLOCK_D):
             _attend_by_branch(
                 NUMBER, q_head, out, lse, flag, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
@@ -165,42 +165,52 @@ def _attend_whole(
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
     # A thread finds one position and hands it on: divisions for every row that it loads would outlast the loads.
-    number = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-    position = geometry.tile_positions(tile, number)
-    exists = (number < tile.size) & (position >= tile.lowest) & (position < tile.end)
-    row = gl.convert_layout(gl.where(exists, position - first_query, -1), gl.SliceLayout(1, ROWS))[:, None]
-    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]
-    here = (row >= 0) & (dims < HEAD_DIM)
-    q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=here, other=0.0)
+    number = NUMBER * tiles.GROUP_ROWS + gl.arange(
+        0, tiles.GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0])
+    )  # [GROUP_ROWS]
+    position = geometry.tile_positions(tile, number)  # [GROUP_ROWS]
+    exists = (number < tile.size) & (position >= tile.lowest) & (position < tile.end)  # [GROUP_ROWS]
+    row = gl.convert_layout(gl.where(exists, position - first_query, -1), gl.SliceLayout(1, ROWS))[
+        :, None
+    ]  # [GROUP_ROWS, 1]
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]  # [1, BLOCK_D]
+    here = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
+    q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=here, other=0.0)  # [GROUP_ROWS, BLOCK_D]
     blocks = _blocks(branches, tile.first, keys, BLOCK_N, N_BRANCHES)
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
 
-    acc, total, m = nothing(BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N))
+    acc, total, m = nothing(
+        BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
+    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if blocks > 0:
-        scores = scores_alone(q_tile, ring, 0)
-        weights, _, m, total = softmax(scores, m, total, scale, True)
-        weights = as_operand(weights, q_tile.dtype, BLOCK_D)
+        scores = scores_alone(q_tile, ring, 0)  # [GROUP_ROWS, KEYS]
+        weights, _, m, total = softmax(
+            scores, m, total, scale, True
+        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+        weights = as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
         for block in range(1, blocks):
-            acc, total, m, weights = step(
+            acc, total, m, weights = step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                 acc, total, m, weights, q_tile, ring, block, scale, block, queries, False, True
             )
-        value_token = values(weights, acc, ring, blocks - 1)
-        acc = warpgroup_mma_wait(0, deps=[value_token])
-    result, result_lse = normalized(acc, total, m)
+        value_token = values(weights, acc, ring, blocks - 1)  # [GROUP_ROWS, BLOCK_D]
+        acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
+    result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     # Handed on once more: the loads' own would take registers all through the steps.
-    written = gl.where(exists, position, -1)
-    query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))
-    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+    written = gl.where(exists, position, -1)  # [GROUP_ROWS]
+    query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
+    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query  # [GROUP_ROWS]
     if READ_PARTIAL:
-        row = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]
-        out_rows = ((b.to(gl.int64) * queries + row - first_query) * heads + h) * HEAD_DIM
-        here = (row >= 0) & (dims < HEAD_DIM)
-        result, result_lse = _merged(result, result_lse, out + out_rows + dims, here, lse + lse_rows, query >= 0)
+        row = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]  # [GROUP_ROWS, 1]
+        out_rows = ((b.to(gl.int64) * queries + row - first_query) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
+        here = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
+        result, result_lse = _merged(
+            result, result_lse, out + out_rows + dims, here, lse + lse_rows, query >= 0
+        )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     gl.store(lse + lse_rows, result_lse, mask=query >= 0)
-    query = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]
-    out_rows = ((b.to(gl.int64) * queries + query - first_query) * heads + h) * HEAD_DIM
-    result = gl.convert_layout(result.to(q_tile.dtype), ROWS)
+    query = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]  # [GROUP_ROWS, 1]
+    out_rows = ((b.to(gl.int64) * queries + query - first_query) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
+    result = gl.convert_layout(result.to(q_tile.dtype), ROWS)  # [GROUP_ROWS, BLOCK_D]
     gl.store(out + out_rows + dims, result, mask=(query >= 0) & (dims < HEAD_DIM))
 
 
@@ -218,40 +228,44 @@ def _attend_by_branch(
     first_query, queries, keys, heads, _group = sizes
     SCORES: gl.constexpr = tiles.product_layout(keys_at_once(BLOCK_D, BLOCK_N))
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
-    rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))
-    position = geometry.tile_positions(tile, rows)
-    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]
-    here = ((rows < tile.size) & (position >= tile.lowest) & (position < tile.end))[:, None] & (dims < HEAD_DIM)
-    row = (position - first_query).to(gl.int64)[:, None]
+    rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
+    position = geometry.tile_positions(tile, rows)  # [GROUP_ROWS]
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]  # [1, BLOCK_D]
+    here = ((rows < tile.size) & (position >= tile.lowest) & (position < tile.end))[:, None] & (
+        dims < HEAD_DIM
+    )  # [GROUP_ROWS, BLOCK_D]
+    row = (position - first_query).to(gl.int64)[:, None]  # [GROUP_ROWS, 1]
     q_tile.store(gl.load(q_head + row * stride_qn + dims, mask=here, other=0.0))
     fence_async_shared()
-    score_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, SCORES))
-    query = geometry.tile_positions(tile, score_rows)
+    score_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
+    query = geometry.tile_positions(tile, score_rows)  # [GROUP_ROWS]
     # Where causal, a group sees fewer keys than its tile, and more of them without a mask.
     last = gl.minimum(tile.size, (NUMBER + 1) * tiles.GROUP_ROWS) - 1
     own_lowest = gl.maximum(tile.lowest, geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS))
     own_highest = gl.minimum(tile.highest, geometry.tile_positions(tile, last))
     if in_halves(BLOCK_D):
-        acc, total, m = _walk_in_halves(
+        acc, total, m = _walk_in_halves(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
             q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest,
             BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED,
         )  # fmt: skip
     else:
-        acc, total, m = _walk(
+        acc, total, m = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
             q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
             BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL,
         )  # fmt: skip
-    result, result_lse = normalized(acc, total, m)
-    exists = (score_rows < tile.size) & (query >= tile.lowest) & (query < tile.end)
+    result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
+    exists = (score_rows < tile.size) & (query >= tile.lowest) & (query < tile.end)  # [GROUP_ROWS]
     if MASKED:
-        bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
+        bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
         gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
-    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query  # [GROUP_ROWS]
     if READ_PARTIAL:
-        out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
-        result, result_lse = _merged(result, result_lse, out + out_rows + dims, here, lse + lse_rows, exists)
+        out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
+        result, result_lse = _merged(
+            result, result_lse, out + out_rows + dims, here, lse + lse_rows, exists
+        )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     gl.store(lse + lse_rows, result_lse, mask=exists)
-    out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
+    out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
     gl.store(out + out_rows + dims, gl.convert_layout(result.to(q_tile.dtype), ROWS), mask=here)
 
 
@@ -267,14 +281,18 @@ def _walk(
         if (first_branch < 0) & inside:
             first_branch = i
 
-    acc, total, m = nothing(BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N))
+    acc, total, m = nothing(
+        BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
+    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if first_branch >= 0:
         _, start, w, r, o = tiles.segment_of(branches, first_branch, tile.first)
         n = geometry.segment_rows(start, w, r, o, keys)
-        scores = scores_alone(q_tile, ring, 0)
-        scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))
-        weights, _, m, total = softmax(scores, m, total, scale, False)
-        weights = as_operand(weights, q_tile.dtype, BLOCK_D)
+        scores = scores_alone(q_tile, ring, 0)  # [GROUP_ROWS, KEYS]
+        scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))  # [GROUP_ROWS, KEYS]
+        weights, _, m, total = softmax(
+            scores, m, total, scale, False
+        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+        weights = as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
         block = 1
         for i in range(first_branch, N_BRANCHES):
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
@@ -285,13 +303,13 @@ def _walk(
                 for _j in range(begin, full, BLOCK_N):
                     acc, total, m, weights = step(
                         acc, total, m, weights, q_tile, ring, block, scale, query, queries, False, False
-                    )
+                    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
-                seen = seen_keys(n, start + o, r, query, CAUSAL)
+                seen = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(gl.maximum(begin, full), end, BLOCK_N):
                     acc, total, m, weights = step(
                         acc, total, m, weights, q_tile, ring, block, scale, seen - j, queries, True, False
-                    )
+                    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
                 if CAUSAL:
                     _n, _full, tile_end = geometry.key_range(
@@ -299,8 +317,8 @@ def _walk(
                     )
                     unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
                     if unseen > 0:
-                        value_token = values(weights, acc, ring, block - 1)
-                        acc = warpgroup_mma_wait(0, deps=[value_token])
+                        value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
+                        acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
                         tiles.arrive(v_free(ring, block - 1))
                         for _j in range(unseen - 1):
                             pass_over(ring, block)
@@ -310,9 +328,9 @@ def _walk(
                         tiles.arrive(k_free(ring, block))
                         block += 1
                         OPERAND: gl.constexpr = gl.DotOperandLayout(0, tiles.product_layout(BLOCK_D), 2)
-                        weights = gl.zeros([tiles.GROUP_ROWS, BLOCK_N], q_tile.dtype, OPERAND)
-        value_token = values(weights, acc, ring, block - 1)
-        acc = warpgroup_mma_wait(0, deps=[value_token])
+                        weights = gl.zeros([tiles.GROUP_ROWS, BLOCK_N], q_tile.dtype, OPERAND)  # [GROUP_ROWS, BLOCK_N]
+        value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
+        acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
     return acc, total, m
 
 
@@ -322,7 +340,9 @@ def _walk_in_halves(
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """What `_walk` computes, by `halves`."""
-    acc, total, m = nothing(BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N))
+    acc, total, m = nothing(
+        BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
+    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     block = 0
     for i in range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
@@ -330,12 +350,16 @@ def _walk_in_halves(
             n, full, end = geometry.key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
             full = gl.maximum(0, gl.minimum(full, end))
             for _j in range(0, full, BLOCK_N):
-                acc, total, m = halves(acc, total, m, q_tile, ring, block, scale, query, BLOCK_N, False)
+                acc, total, m = halves(
+                    acc, total, m, q_tile, ring, block, scale, query, BLOCK_N, False
+                )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                 block += 1
             if MASKED:
-                seen = seen_keys(n, start + o, r, query, CAUSAL)
+                seen = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(full, end, BLOCK_N):
-                    acc, total, m = halves(acc, total, m, q_tile, ring, block, scale, seen - j, end - j, True)
+                    acc, total, m = halves(
+                        acc, total, m, q_tile, ring, block, scale, seen - j, end - j, True
+                    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                     block += 1
             if CAUSAL:
                 _n, _full, tile_end = geometry.key_range(
@@ -354,30 +378,31 @@ def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constex
     A thread looks at one branch: a loop over all of them would take a block's time.
     """
     gl.static_assert(N_BRANCHES <= 8)
-    i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [4], [0]))
-    exists = i < N_BRANCHES
+    i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [4], [0]))  # [8]
+    exists = i < N_BRANCHES  # [8]
     pairs, offsets, kv_heads, g = branches
-    w = gl.load(pairs + 2 * i, mask=exists, other=1)
-    r = gl.load(pairs + 2 * i + 1, mask=exists, other=1)
-    o = gl.load(offsets + i * kv_heads + g, mask=exists, other=-1)
-    inside, start = tiles.is_inside(w, r, o, first)
-    n = geometry.segment_rows(start, w, r, o, keys)
+    w = gl.load(pairs + 2 * i, mask=exists, other=1)  # [8]
+    r = gl.load(pairs + 2 * i + 1, mask=exists, other=1)  # [8]
+    o = gl.load(offsets + i * kv_heads + g, mask=exists, other=-1)  # [8]
+    inside, start = tiles.is_inside(w, r, o, first)  # [8] each
+    n = geometry.segment_rows(start, w, r, o, keys)  # [8]
     return gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
 
 
 @gluon.jit
 def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
     """Output and lse merged with those in memory."""
-    before = gl.load(lse_ptrs, mask=exists, other=float("-inf"))
-    largest = gl.maximum(lse, before)
-    finite = gl.where(largest == float("-inf"), 0.0, largest)
-    weight = gl.exp2((lse - finite) * geometry.LOG2_E)
-    weight_before = gl.exp2((before - finite) * geometry.LOG2_E)
-    total = weight + weight_before
-    denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
+    before = gl.load(lse_ptrs, mask=exists, other=float("-inf"))  # [GROUP_ROWS]
+    largest = gl.maximum(lse, before)  # [GROUP_ROWS]
+    finite = gl.where(largest == float("-inf"), 0.0, largest)  # [GROUP_ROWS]
+    weight = gl.exp2((lse - finite) * geometry.LOG2_E)  # [GROUP_ROWS]
+    weight_before = gl.exp2((before - finite) * geometry.LOG2_E)  # [GROUP_ROWS]
+    total = weight + weight_before  # [GROUP_ROWS]
+    denominator = gl.where(total == 0.0, 1.0, total)  # [GROUP_ROWS]; NaN stays NaN
     COLUMNS: gl.constexpr = gl.SliceLayout(1, result.type.layout)
-    own = gl.convert_layout(weight / denominator, COLUMNS)[:, None]
-    other = gl.convert_layout(weight_before / denominator, COLUMNS)[:, None]
-    out_before = gl.convert_layout(gl.load(out_ptrs, mask=here, other=0.0), result.type.layout).to(gl.float32)
-    result = result * own + out_before * other
+    own = gl.convert_layout(weight / denominator, COLUMNS)[:, None]  # [GROUP_ROWS, 1]
+    other = gl.convert_layout(weight_before / denominator, COLUMNS)[:, None]  # [GROUP_ROWS, 1]
+    out_before = gl.load(out_ptrs, mask=here, other=0.0)  # [GROUP_ROWS, BLOCK_D]
+    out_before = gl.convert_layout(out_before, result.type.layout).to(gl.float32)  # [GROUP_ROWS, BLOCK_D]
+    result = result * own + out_before * other  # [GROUP_ROWS, BLOCK_D]
     return result, gl.where(total == 0.0, float("-inf"), finite + gl.log2(denominator) * tiles.LN_2)

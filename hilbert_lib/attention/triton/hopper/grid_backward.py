@@ -183,10 +183,10 @@ def _fetch(a, b, a_at, b_at, shared, block, TOGETHER: gl.constexpr):
 def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl.constexpr):
     """lse (to base 2) and delta of a box of queries; those outside of what is computed weigh nothing."""
     stage = block % shared.a_tiles.shape[0]
-    number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))
+    number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))  # [GROUP_ROWS]
     ranks = boxes.ranks_of(number, box.at, RULES)
-    here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)
-    row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)
+    here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)  # [GROUP_ROWS]
+    row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
     shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=here, other=float("inf"))))
     shared.delta_rows.index(stage).store(gl.load(delta + row, mask=here, other=0.0))
     mbarrier.arrive(shared.full.index(stage))
@@ -209,8 +209,8 @@ def _differentiate_queries(
     ROWS: gl.constexpr = tiles.GROUP_ROWS
     STAGES: gl.constexpr = shared.a_tiles.shape[0]
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
-    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
+    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)  # [GROUP_ROWS, GROUP_ROWS]
     asked = boxes.asked(axes, RULES)
     block = 0
     turn = 0
@@ -224,18 +224,18 @@ def _differentiate_queries(
         own = boxes.own_ranks(NUMBER, place.first, RULES)
         sights = masks.sights_of(own, number, reaches, axes, RULES)
         ranks = boxes.ranks_of(number, own, RULES)
-        here = boxes.is_there(ranks, asked.stop)
-        row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)
-        lse_row = _as_exponent(gl.load(lse + row, mask=here, other=float("inf")))
-        delta_row = gl.load(delta + row, mask=here, other=0.0)
+        here = boxes.is_there(ranks, asked.stop)  # [GROUP_ROWS]
+        row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
+        lse_row = _as_exponent(gl.load(lse + row, mask=here, other=float("inf")))  # [GROUP_ROWS]
+        delta_row = gl.load(delta + row, mask=here, other=0.0)  # [GROUP_ROWS]
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
         _let_go(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
-        q_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)
-        d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
-        slopes = steps.as_operand(zeros, q_tile.dtype, BLOCK_D)
+        q_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
+        d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))  # [GROUP_ROWS, BLOCK_D]
+        slopes = steps.as_operand(zeros, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
         last = -1  # the box whose slopes are still to be multiplied with its k
         step = (0, 0, 0)
         of_grid = boxes.count_of(reaches)
@@ -246,35 +246,46 @@ def _differentiate_queries(
             now = box
             if seen:
                 tiles.wait_full(shared.full, block)
-                k_tile, v_tile = tiles.tile_of_stage(shared.a_tiles, block), tiles.tile_of_stage(shared.b_tiles, block)
-                score_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                weight_token = warpgroup_mma(d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                k_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
+                v_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
+                score_token = warpgroup_mma(
+                    q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )  # [GROUP_ROWS, GROUP_ROWS]
+                weight_token = warpgroup_mma(
+                    d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )  # [GROUP_ROWS, GROUP_ROWS]
                 before = tiles.counted(gl.where(last < 0, block, last))
-                token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, before), acc, is_async=True)
+                token = warpgroup_mma(
+                    slopes, tiles.tile_of_stage(shared.a_tiles, before), acc, is_async=True
+                )  # [GROUP_ROWS, BLOCK_D]
                 # While these products are computed: where the next box is, and whether it is seen.
                 step, box, seen = masks.following(
                     step, sights, reaches, own, asked.stop, j + 1 - of_grid, axes, RULES, EXTRA
                 )
-                scores, dweights = warpgroup_mma_wait(1, deps=[score_token, weight_token])
+                scores, dweights = warpgroup_mma_wait(
+                    1, deps=[score_token, weight_token]
+                )  # [GROUP_ROWS, GROUP_ROWS] each
                 tiles.arrive(_b_free(shared, block))
-                scores = masks.allowed(
+                scores = masks.allowed(  # [GROUP_ROWS, GROUP_ROWS]
                     scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
                     EXTRA_PADDING,
                 )  # fmt: skip
-                weights = masks.weights_of(scores, lse_row, sights, now, axes, j >= of_grid, scale, RULES, EXTRA)
-                new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)
-                acc = warpgroup_mma_wait(0, deps=[token])
+                weights = masks.weights_of(
+                    scores, lse_row, sights, now, axes, j >= of_grid, scale, RULES, EXTRA
+                )  # [GROUP_ROWS, GROUP_ROWS]
+                new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)  # [GROUP_ROWS, GROUP_ROWS]
+                acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, BLOCK_D]
                 # Only now: ptxas would have the products wait for one another if it found their operands before.
-                slopes = steps.as_operand(new_slopes, q_tile.dtype, BLOCK_D)
+                slopes = steps.as_operand(new_slopes, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
                 if last >= 0:
                     tiles.arrive(_free(shared, last))
                 last = block
             else:
                 if (last >= 0) & (block - last >= STAGES - 1):
                     # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
-                    acc = _late(slopes, acc, shared, last)
+                    acc = _late(slopes, acc, shared, last)  # [GROUP_ROWS, BLOCK_D]
                     tiles.wait_full(shared.full, block)
-                    slopes = gl.zeros_like(slopes)
+                    slopes = gl.zeros_like(slopes)  # [GROUP_ROWS, GROUP_ROWS]
                     last = block
                 else:
                     tiles.wait_full(shared.full, block)
@@ -285,7 +296,7 @@ def _differentiate_queries(
                 )
             block = tiles.counted(block + 1)
         if last >= 0:
-            acc = _late(slopes, acc, shared, last)
+            acc = _late(slopes, acc, shared, last)  # [GROUP_ROWS, BLOCK_D]
         to = boxes.within(own, asked.first)
         boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, to, boxes.moved(place.h, place, moves))
     tma.store_wait(0)
@@ -302,8 +313,10 @@ def _let_go(shared, turn):
 @gluon.jit
 def _late(slopes, acc, shared, last):
     """The product for dq of a box, waited for."""
-    token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, tiles.counted(last)), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[token])
+    token = warpgroup_mma(
+        slopes, tiles.tile_of_stage(shared.a_tiles, tiles.counted(last)), acc, is_async=True
+    )  # [GROUP_ROWS, BLOCK_D]
+    acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, BLOCK_D]
     tiles.arrive(_free(shared, last))
     return acc
 
@@ -323,8 +336,8 @@ def _differentiate_keys(
     GRADIENTS: gl.constexpr = tiles.product_layout(BLOCK_D)
     STAGES: gl.constexpr = shared.a_tiles.shape[0]
     LATE: gl.constexpr = BLOCK_D == 64
-    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
+    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)  # [GROUP_ROWS, GROUP_ROWS]
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, True)
@@ -340,12 +353,12 @@ def _differentiate_keys(
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
         _let_go(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
-        k_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)
-        v_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)
-        dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
-        dv_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
-        late_weights = steps.as_operand(zeros, k_tile.dtype, BLOCK_D)
-        late_slopes = late_weights
+        k_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
+        v_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
+        dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)  # [GROUP_ROWS, BLOCK_D]
+        dv_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)  # [GROUP_ROWS, BLOCK_D]
+        late_weights = steps.as_operand(zeros, k_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
+        late_slopes = late_weights  # [GROUP_ROWS, GROUP_ROWS]
         last = -1  # the box whose products for dk and dv are still to come
         for _member in range(group):
             step = (0, 0, 0)
@@ -355,44 +368,53 @@ def _differentiate_keys(
                 now = box
                 if seen:
                     tiles.wait_full(shared.full, block)
-                    q_tile = tiles.tile_of_stage(shared.a_tiles, block)
-                    d_tile = tiles.tile_of_stage(shared.b_tiles, block)
-                    score_token = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                    weight_token = warpgroup_mma(v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    q_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
+                    d_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
+                    score_token = warpgroup_mma(
+                        k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                    )  # [GROUP_ROWS, GROUP_ROWS]
+                    weight_token = warpgroup_mma(
+                        v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                    )  # [GROUP_ROWS, GROUP_ROWS]
                     if LATE:
                         before = tiles.counted(gl.where(last < 0, block, last))
-                        dv_token, dk_token = _start_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, before)
+                        dv_token, dk_token = _start_keys(
+                            late_weights, late_slopes, dv_acc, dk_acc, shared, before
+                        )  # [GROUP_ROWS, BLOCK_D] each
                     step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
                     stage = block % STAGES
-                    scores = warpgroup_mma_wait(3 if LATE else 1, deps=[score_token])
-                    scores = masks.hidden(scores, seers, now, axes, RULES)
-                    lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-                    weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])
+                    scores = warpgroup_mma_wait(3 if LATE else 1, deps=[score_token])  # [GROUP_ROWS, GROUP_ROWS]
+                    scores = masks.hidden(scores, seers, now, axes, RULES)  # [GROUP_ROWS, GROUP_ROWS]
+                    lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [GROUP_ROWS]
+                    weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])  # [GROUP_ROWS, GROUP_ROWS]
                     if not LATE:
-                        dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
-                        dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
-                    dweights = warpgroup_mma_wait(2 if LATE else 1, deps=[weight_token])
-                    delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-                    new_slopes = weights * (dweights - delta_row[None, :])
+                        dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
+                        dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)  # [GROUP_ROWS, BLOCK_D]
+                    dweights = warpgroup_mma_wait(2 if LATE else 1, deps=[weight_token])  # [GROUP_ROWS, GROUP_ROWS]
+                    delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [GROUP_ROWS]
+                    new_slopes = weights * (dweights - delta_row[None, :])  # [GROUP_ROWS, GROUP_ROWS]
                     if LATE:
-                        new_slopes = tiles.held(new_slopes, heads)
-                        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
-                        late_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
-                        late_slopes = steps.as_operand(new_slopes, k_tile.dtype, BLOCK_D)
+                        new_slopes = tiles.held(new_slopes, heads)  # [GROUP_ROWS, GROUP_ROWS]
+                        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])  # [GROUP_ROWS, BLOCK_D] each
+                        late_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
+                        late_slopes = steps.as_operand(new_slopes, k_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
                         if last >= 0:
                             tiles.arrive(_free(shared, last))
                         last = block
                     else:
-                        slopes = steps.as_operand(new_slopes, k_tile.dtype, BLOCK_D)
-                        dk_token = warpgroup_mma(slopes, q_tile, dk_acc, is_async=True)
-                        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+                        slopes = steps.as_operand(new_slopes, k_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
+                        dk_token = warpgroup_mma(slopes, q_tile, dk_acc, is_async=True)  # [GROUP_ROWS, BLOCK_D]
+                        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])  # [GROUP_ROWS, BLOCK_D] each
                         tiles.arrive(_free(shared, block))
                 else:
                     if LATE & (last >= 0) & (block - last >= STAGES - 1):
                         # As in `_differentiate_queries`.
-                        dv_acc, dk_acc = _late_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, last)
+                        dv_acc, dk_acc = _late_keys(
+                            late_weights, late_slopes, dv_acc, dk_acc, shared, last
+                        )  # [GROUP_ROWS, BLOCK_D] each
                         tiles.wait_full(shared.full, block)
-                        late_weights, late_slopes = gl.zeros_like(late_weights), gl.zeros_like(late_slopes)
+                        late_weights = gl.zeros_like(late_weights)  # [GROUP_ROWS, GROUP_ROWS]
+                        late_slopes = gl.zeros_like(late_slopes)  # [GROUP_ROWS, GROUP_ROWS]
                         last = block
                     else:
                         tiles.wait_full(shared.full, block)
@@ -400,13 +422,15 @@ def _differentiate_keys(
                     step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
                 block = tiles.counted(block + 1)
         if LATE & (last >= 0):
-            dv_acc, dk_acc = _late_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, last)
+            dv_acc, dk_acc = _late_keys(
+                late_weights, late_slopes, dv_acc, dk_acc, shared, last
+            )  # [GROUP_ROWS, BLOCK_D] each
         if PADDING:
             ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), own, RULES)
             cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-            at = padding + cell + boxes.cell_of(ranks, place.residue, axes.d, axes.n)
-            weighs = (gl.load(at, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[:, None]
-            dk_acc, dv_acc = gl.where(weighs, dk_acc, 0.0), gl.where(weighs, dv_acc, 0.0)
+            at = padding + cell + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
+            weighs = (gl.load(at, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[:, None]  # [GROUP_ROWS, 1]
+            dk_acc, dv_acc = gl.where(weighs, dk_acc, 0.0), gl.where(weighs, dv_acc, 0.0)  # [GROUP_ROWS, BLOCK_D] each
         if IN_FLOAT:
             _store(dk_acc * scale, dk, own, place, axes, heads // group, RULES, IN_FLOAT)
             _store(dv_acc, dv, own, place, axes, heads // group, RULES, IN_FLOAT)
@@ -420,15 +444,19 @@ def _differentiate_keys(
 @gluon.jit
 def _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, block):
     """Starts the products of a box for dv and dk."""
-    dv_token = warpgroup_mma(dv_weights, tiles.tile_of_stage(shared.b_tiles, block), dv_acc, is_async=True)
+    dv_token = warpgroup_mma(
+        dv_weights, tiles.tile_of_stage(shared.b_tiles, block), dv_acc, is_async=True
+    )  # [GROUP_ROWS, BLOCK_D]
     return dv_token, warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, block), dk_acc, is_async=True)
 
 
 @gluon.jit
 def _late_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last):
     """The products for dv and dk of a box, waited for."""
-    dv_token, dk_token = _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, tiles.counted(last))
-    dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+    dv_token, dk_token = _start_keys(
+        dv_weights, slopes, dv_acc, dk_acc, shared, tiles.counted(last)
+    )  # [GROUP_ROWS, BLOCK_D] each
+    dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])  # [GROUP_ROWS, BLOCK_D] each
     tiles.arrive(_free(shared, last))
     return dv_acc, dk_acc
 
@@ -437,8 +465,8 @@ def _late_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last):
 def _store(values, to, own, place, axes, kv_heads, RULES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Writes a group's rows to a dense tensor, as they are."""
     ranks = boxes.ranks_of(gl.arange(0, values.shape[0], gl.SliceLayout(1, values.type.layout)), own, RULES)
-    column = gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]
+    column = gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]  # [1, BLOCK_D]
     row = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-    row = row + boxes.cell_of(ranks, place.residue, axes.d, axes.n)
-    at = to + ((row * kv_heads + place.g) * HEAD_DIM)[:, None] + column
+    row = row + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
+    at = to + ((row * kv_heads + place.g) * HEAD_DIM)[:, None] + column  # [GROUP_ROWS, BLOCK_D]
     gl.store(at, values, mask=boxes.is_there(ranks, axes.m)[:, None] & (column < HEAD_DIM))

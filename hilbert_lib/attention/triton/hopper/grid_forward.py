@@ -148,10 +148,12 @@ def _attend(
     ROWS: gl.constexpr = tiles.GROUP_ROWS
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
     LATE: gl.constexpr = holds_queries(BLOCK_D)  # products with v, and with them a tile's output
-    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
     stop = boxes.asked(axes, RULES).stop
-    acc, sums, largest = steps.nothing(BLOCK_D, ROWS)
-    weights = steps.as_operand(gl.zeros([ROWS, ROWS], gl.float32, SCORES), shared.q_tiles.dtype, BLOCK_D)
+    acc, sums, largest = steps.nothing(BLOCK_D, ROWS)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
+    weights = steps.as_operand(
+        gl.zeros([ROWS, ROWS], gl.float32, SCORES), shared.q_tiles.dtype, BLOCK_D
+    )  # [GROUP_ROWS, GROUP_ROWS]
     block = 0
     turn = 0
     last = -1  # the box whose weights are still to be multiplied with its v
@@ -168,9 +170,9 @@ def _attend(
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.q_full.index(buffer), turn // boxes.BUFFERS & 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
-        q_tile = boxes.rows_of(shared.q_tiles, 2 * buffer + NUMBER)
+        q_tile = boxes.rows_of(shared.q_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
         if LATE:
-            q_tile = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))
+            q_tile = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))  # [GROUP_ROWS, BLOCK_D]
             mbarrier.arrive(shared.q_free.index(buffer))
         is_first = True
         of_grid = boxes.count_of(reaches)
@@ -181,53 +183,53 @@ def _attend(
         for j in range(every):
             now = box
             if seen:
-                score_token = steps.start_scores(q_tile, ring, block)
-                token = score_token
+                score_token = steps.start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
+                token = score_token  # [GROUP_ROWS, KEYS]
                 if LATE:
-                    token = _values(weights, acc, ring, last)
+                    token = _values(weights, acc, ring, last)  # [GROUP_ROWS, BLOCK_D]
                 # While these products are computed: where the next box is, and whether it is seen.
                 step, box, seen = masks.following(step, sights, reaches, own, stop, j + 1 - of_grid, axes, RULES, EXTRA)
-                scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])
+                scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])  # [GROUP_ROWS, KEYS]
                 tiles.arrive(steps.k_free(ring, block))
-                scores = masks.allowed(
+                scores = masks.allowed(  # [GROUP_ROWS, KEYS]
                     scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
                     EXTRA_PADDING,
                 )  # fmt: skip
-                before, before_sums = largest, sums
+                before, before_sums = largest, sums  # [GROUP_ROWS], [GROUP_ROWS, 4]
                 if LATE:
                     # The last tile's product with v runs beside the first scores of this one.
-                    largest = gl.where(is_first, float("-inf"), largest)
-                    sums = gl.where(is_first, 0.0, sums)
+                    largest = gl.where(is_first, float("-inf"), largest)  # [GROUP_ROWS]
+                    sums = gl.where(is_first, 0.0, sums)  # [GROUP_ROWS, 4]
                 new_weights, decay, largest, sums = _softmax(
                     scores, sights, now, axes, j >= of_grid, largest, sums, scale, RULES, EXTRA
-                )
+                )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
                 if LATE:
-                    sums = tiles.held(sums, heads)
-                    acc = warpgroup_mma_wait(0, deps=[token])
-                    weights = steps.as_operand(new_weights, shared.q_tiles.dtype, BLOCK_D)
+                    sums = tiles.held(sums, heads)  # [GROUP_ROWS, 4]
+                    acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, BLOCK_D]
+                    weights = steps.as_operand(new_weights, shared.q_tiles.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
                     if last >= 0:
                         tiles.arrive(steps.v_free(ring, last))
                     if is_first:
                         _write(NUMBER, acc, before_sums, before, goal, out, shared, lse, flag, axes, RULES)
-                        acc = gl.zeros_like(acc)
+                        acc = gl.zeros_like(acc)  # [GROUP_ROWS, BLOCK_D]
                         goal = _goal_of(place, own, moves, axes, heads, RULES)
                     else:
-                        acc = steps.scaled_if_any(acc, decay)
+                        acc = steps.scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
                     is_first = False
                     last = block
                 else:
-                    acc = steps.scaled_if_any(acc, decay)
-                    weights = steps.as_operand(new_weights, shared.q_tiles.dtype, BLOCK_D)
-                    acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, block)])
+                    acc = steps.scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
+                    weights = steps.as_operand(new_weights, shared.q_tiles.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
+                    acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, block)])  # [GROUP_ROWS, BLOCK_D]
                     tiles.arrive(steps.v_free(ring, block))
             else:
                 if LATE & (last >= 0) & (block - last >= ring.k_tiles.shape[0] - 1):
                     # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
-                    acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])
+                    acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])  # [GROUP_ROWS, BLOCK_D]
                     tiles.arrive(steps.v_free(ring, last))
                     tiles.wait_full(ring.k_full, block)
                     tiles.arrive(steps.k_free(ring, block))
-                    weights = gl.zeros_like(weights)
+                    weights = gl.zeros_like(weights)  # [GROUP_ROWS, KEYS]
                     last = block
                 else:
                     _pass_over(ring, block)
@@ -237,10 +239,10 @@ def _attend(
             mbarrier.arrive(shared.q_free.index(buffer))
             goal = _goal_of(place, own, moves, axes, heads, RULES)
             _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
-            acc, sums, largest = steps.nothing(BLOCK_D, ROWS)
+            acc, sums, largest = steps.nothing(BLOCK_D, ROWS)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if LATE:
         if last >= 0:
-            acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])
+            acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])  # [GROUP_ROWS, BLOCK_D]
             tiles.arrive(steps.v_free(ring, last))
         _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
     tma.store_wait(0)
@@ -264,15 +266,17 @@ def _pass_over(ring, block):
 def _softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
     """`steps.softmax`, which masks the last axis where that is left to it (`masks.is_apart`)."""
     if masks.is_apart(RULES):
-        shaped = masks.apart(scores, RULES)
-        seen = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)
-        largest = gl.convert_layout(gl.max(shaped, 1), seen.type.layout)
-        largest = gl.convert_layout(gl.max(gl.where(seen, largest, float("-inf")), 1), m.type.layout)
-        largest, finite = steps.subtracted(largest, m, scale, True)
-        weights = masks.weights_apart(scores, finite, seen, scale, RULES)
-        decay, total = steps.joined(weights, finite, m, total)
+        shaped = masks.apart(scores, RULES)  # [GROUP_ROWS, KEYS // SIDE, SIDE]
+        seen = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, SIDE]
+        largest = gl.convert_layout(gl.max(shaped, 1), seen.type.layout)  # [GROUP_ROWS, SIDE]
+        largest = gl.convert_layout(gl.max(gl.where(seen, largest, float("-inf")), 1), m.type.layout)  # [GROUP_ROWS]
+        largest, finite = steps.subtracted(largest, m, scale, True)  # [GROUP_ROWS] each
+        weights = masks.weights_apart(scores, finite, seen, scale, RULES)  # [GROUP_ROWS, KEYS]
+        decay, total = steps.joined(weights, finite, m, total)  # [GROUP_ROWS], [GROUP_ROWS, 4]
     else:
-        weights, decay, largest, total = steps.softmax(scores, m, total, scale, True)
+        weights, decay, largest, total = steps.softmax(
+            scores, m, total, scale, True
+        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
     return weights, decay, largest, total
 
 
@@ -287,13 +291,13 @@ def _goal_of(place, own, moves, axes, heads, RULES: gl.constexpr):
 def _write(NUMBER: gl.constexpr, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES: gl.constexpr):
     """Writes output and lse of a group's queries."""
     own0, own1, own2, at, row = goal
-    result, result_lse = steps.normalized(acc, sums, largest)
+    result, result_lse = steps.normalized(acc, sums, largest)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     tma.store_wait(0)  # the tile before has left
     asked = boxes.asked(axes, RULES)
     boxes.send(result, shared.out_tiles, NUMBER, out, boxes.within((own0, own1, own2), asked.first), at)
-    number = gl.arange(0, tiles.GROUP_ROWS, largest.type.layout)
-    exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)
-    row = row + boxes.cell_of(boxes.ranks_of(number, (0, 0, 0), RULES), (0, 0, 0), axes.d, asked.cells)
+    number = gl.arange(0, tiles.GROUP_ROWS, largest.type.layout)  # [GROUP_ROWS]
+    exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)  # [GROUP_ROWS]
+    row = row + boxes.cell_of(boxes.ranks_of(number, (0, 0, 0), RULES), (0, 0, 0), axes.d, asked.cells)  # [GROUP_ROWS]
     gl.store(lse + row, result_lse, mask=exists)
-    total = gl.convert_layout(gl.sum(result, 1), largest.type.layout)  # NaN if one of them is
+    total = gl.convert_layout(gl.sum(result, 1), largest.type.layout)  # [GROUP_ROWS]; NaN if one of them is
     gl.store(flag + gl.zeros_like(number), gl.zeros_like(number) + 1, mask=exists & (total != total))

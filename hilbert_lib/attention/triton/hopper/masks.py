@@ -60,13 +60,13 @@ def _sight_of(rows, first, last, reach, exists, m, WRAPS: gl.constexpr):
     begin = gl.where(exists, first[0] + reach.moved, FAR)
     end = gl.where(exists, last[1] + reach.moved, -FAR)
     full_begin, full_end = last[0] + reach.moved, first[1] + reach.moved
-    low = rows[0] + reach.moved
+    low = rows[0] + reach.moved  # [GROUP_ROWS]
     if WRAPS:
         everywhere = reach.is_round & exists
         begin, end = gl.where(everywhere, -FAR, begin), gl.where(everywhere, FAR, end)
         full_begin = gl.where(everywhere, FAR, full_begin)
         # With a stride boxes of queries begin up to stride - 1 before the first that sees.
-        low = gl.where(low - reach.begin >= m, low - m, low)
+        low = gl.where(low - reach.begin >= m, low - m, low)  # [GROUP_ROWS]
     return Sight(begin, end, full_begin, full_end, low, rows[1] - rows[0])
 
 
@@ -114,22 +114,24 @@ def allowed(
     """
     if EXTRA:
         if j >= 0:
-            scores = _of_extra(scores, extra_padding, place.b, j * scores.shape[1], extra, EXTRA_PADDING)
+            scores = _of_extra(
+                scores, extra_padding, place.b, j * scores.shape[1], extra, EXTRA_PADDING
+            )  # [GROUP_ROWS, columns]
         else:
-            scores = _of_grid(scores, sights, box, place, axes, padding, RULES, PADDING)
+            scores = _of_grid(scores, sights, box, place, axes, padding, RULES, PADDING)  # [GROUP_ROWS, columns]
     else:
-        scores = _of_grid(scores, sights, box, place, axes, padding, RULES, PADDING)
+        scores = _of_grid(scores, sights, box, place, axes, padding, RULES, PADDING)  # [GROUP_ROWS, columns]
     return scores
 
 
 @gluon.jit
 def _of_grid(scores, sights, box, place, axes, padding, RULES: gl.constexpr, PADDING: gl.constexpr):
-    scores = _cut_off(scores, sights[0], box.rank[0], box.left[0], axes.m[0], 0, RULES)
-    scores = _cut_off(scores, sights[1], box.rank[1], box.left[1], axes.m[1], 1, RULES)
+    scores = _cut_off(scores, sights[0], box.rank[0], box.left[0], axes.m[0], 0, RULES)  # [GROUP_ROWS, columns]
+    scores = _cut_off(scores, sights[1], box.rank[1], box.left[1], axes.m[1], 1, RULES)  # [GROUP_ROWS, columns]
     if not is_apart(RULES):
-        scores = _cut_off(scores, sights[2], box.rank[2], box.left[2], axes.m[2], 2, RULES)
+        scores = _cut_off(scores, sights[2], box.rank[2], box.left[2], axes.m[2], 2, RULES)  # [GROUP_ROWS, columns]
     if PADDING:
-        scores = _without_padding(scores, padding, place, box, axes, RULES)
+        scores = _without_padding(scores, padding, place, box, axes, RULES)  # [GROUP_ROWS, columns]
     return scores
 
 
@@ -142,24 +144,26 @@ def _cut_off(scores, sight, rank, left, m, AXIS: gl.constexpr, RULES: gl.constex
         if WRAPS:
             is_cut = is_cut | (left < SIDE)
         if is_cut:
-            shaped = _shaped(scores, boxes.before(RULES, AXIS), SIDE)
+            shaped = _shaped(scores, boxes.before(RULES, AXIS), SIDE)  # [GROUP_ROWS, BEFORE, SIDE, cells]
             ALONG: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, shaped.type.layout))
-            seen = _seen(gl.arange(0, SIDE, gl.SliceLayout(0, ALONG)), sight, rank, left, m, WRAPS)
-            scores = _without(scores, shaped, seen)
+            seen = _seen(
+                gl.arange(0, SIDE, gl.SliceLayout(0, ALONG)), sight, rank, left, m, WRAPS
+            )  # [GROUP_ROWS, SIDE]
+            scores = _without(scores, shaped, seen)  # [GROUP_ROWS, columns]
     return scores
 
 
 @gluon.jit
 def _seen(cell, sight, rank, left, m, WRAPS: gl.constexpr):
     """[rows, cells]: which cells of a box along an axis each row sees."""
-    cell = cell[None, :]
+    cell = cell[None, :]  # [1, SIDE]
     ROWS: gl.constexpr = gl.SliceLayout(1, cell.type.layout)
-    ahead = cell - (gl.convert_layout(sight.low, ROWS) - rank)[:, None]
+    ahead = cell - (gl.convert_layout(sight.low, ROWS) - rank)[:, None]  # [GROUP_ROWS, SIDE]
     if WRAPS:
-        ahead = gl.where(ahead < 0, ahead + m, ahead)
-    seen = _is_below(ahead, gl.convert_layout(sight.length, ROWS)[:, None])
+        ahead = gl.where(ahead < 0, ahead + m, ahead)  # [GROUP_ROWS, SIDE]
+    seen = _is_below(ahead, gl.convert_layout(sight.length, ROWS)[:, None])  # [GROUP_ROWS, SIDE]
     if WRAPS:
-        seen = seen & (cell < left)
+        seen = seen & (cell < left)  # [GROUP_ROWS, SIDE]
     return seen
 
 
@@ -179,10 +183,12 @@ def apart(scores, RULES: gl.constexpr):
 @gluon.jit
 def seen_last(shaped, sights, box, axes, is_extra, RULES: gl.constexpr, EXTRA: gl.constexpr):
     """[rows, cells]: which cells of a box along the last axis each query sees; all extra keys."""
-    cell = gl.arange(0, boxes.side(RULES, 2), gl.SliceLayout(0, gl.SliceLayout(1, shaped.type.layout)))
-    seen = _seen(cell, sights[2], box.rank[2], box.left[2], axes.m[2], boxes.edge(RULES, 2) == WRAP)
+    cell = gl.arange(0, boxes.side(RULES, 2), gl.SliceLayout(0, gl.SliceLayout(1, shaped.type.layout)))  # [SIDE]
+    seen = _seen(
+        cell, sights[2], box.rank[2], box.left[2], axes.m[2], boxes.edge(RULES, 2) == WRAP
+    )  # [GROUP_ROWS, SIDE]
     if EXTRA:
-        seen = seen | is_extra
+        seen = seen | is_extra  # [GROUP_ROWS, SIDE]
     return seen
 
 
@@ -190,19 +196,21 @@ def seen_last(shaped, sights, box, axes, is_extra, RULES: gl.constexpr, EXTRA: g
 def weights_of(scores, away, sights, box, axes, is_extra, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
     """exp2 of `allowed` scores less a value for each row, without what is still to be masked."""
     if is_apart(RULES):
-        seen = seen_last(apart(scores, RULES), sights, box, axes, is_extra, RULES, EXTRA)
-        weights = weights_apart(scores, away, seen, scale, RULES)
+        seen = seen_last(apart(scores, RULES), sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, SIDE]
+        weights = weights_apart(scores, away, seen, scale, RULES)  # [GROUP_ROWS, GROUP_ROWS]
     else:
-        weights = gl.exp2(scores * (scale * LOG2_E) - away[:, None])
+        weights = gl.exp2(scores * (scale * LOG2_E) - away[:, None])  # [GROUP_ROWS, GROUP_ROWS]
     return weights
 
 
 @gluon.jit
 def weights_apart(scores, away, seen, scale, RULES: gl.constexpr):
     """exp2 of scores less a value for each row, and 0 where a row does not see a cell along the last axis."""
-    shaped = apart(scores, RULES)
-    away = gl.convert_layout(away, gl.SliceLayout(1, seen.type.layout))[:, None]
-    shaped = gl.exp2(shaped * (scale * LOG2_E) - gl.where(seen, away, float("inf")).expand_dims(1))
+    shaped = apart(scores, RULES)  # [GROUP_ROWS, columns, SIDE]
+    away = gl.convert_layout(away, gl.SliceLayout(1, seen.type.layout))[:, None]  # [GROUP_ROWS, 1]
+    shaped = gl.exp2(
+        shaped * (scale * LOG2_E) - gl.where(seen, away, float("inf")).expand_dims(1)
+    )  # [GROUP_ROWS, columns, SIDE]
     return gl.convert_layout(shaped.reshape(scores.shape), scores.type.layout)
 
 
@@ -220,7 +228,7 @@ def _is_below(ahead, length):
 
 @gluon.jit
 def _without(scores, shaped, seen):
-    shaped = gl.where(seen.expand_dims(1).expand_dims(3), shaped, float("-inf"))
+    shaped = gl.where(seen.expand_dims(1).expand_dims(3), shaped, float("-inf"))  # [GROUP_ROWS, BEFORE, SIDE, cells]
     return gl.convert_layout(shaped.reshape(scores.shape), scores.type.layout)
 
 
@@ -250,46 +258,46 @@ def _queries_of(key, m, w, AXIS: gl.constexpr, RULES: gl.constexpr):
     STRIDE: gl.constexpr = boxes.stride(RULES, AXIS)
     CAUSAL: gl.constexpr = boxes.causal(RULES, AXIS)
     EDGE: gl.constexpr = boxes.edge(RULES, AXIS)
-    start, end = queries_of(key, m, m, w, 1, 1, CAUSAL, EDGE)
+    start, end = queries_of(key, m, m, w, 1, 1, CAUSAL, EDGE)  # [GROUP_ROWS] each
     if STRIDE > 1:
         # The leader of group g is g * STRIDE + LEAD or, in the last, m - 1; every key is seen by one (w >= STRIDE).
         LEAD: gl.constexpr = STRIDE - 1 if CAUSAL else STRIDE // 2
         # No number is divided that is below 0, and none grows past 32 bits.
         if EDGE == WRAP:
-            start = (start + 2 * m - LEAD + STRIDE - 1) // STRIDE * STRIDE - 2 * m
+            start = (start + 2 * m - LEAD + STRIDE - 1) // STRIDE * STRIDE - 2 * m  # [GROUP_ROWS]
         elif not CAUSAL:
-            start = (gl.maximum(start, 0) - LEAD + STRIDE - 1) // STRIDE * STRIDE
-        groups = (end - LEAD + STRIDE - 1) // STRIDE * STRIDE
+            start = (gl.maximum(start, 0) - LEAD + STRIDE - 1) // STRIDE * STRIDE  # [GROUP_ROWS]
+        groups = (end - LEAD + STRIDE - 1) // STRIDE * STRIDE  # [GROUP_ROWS]
         if EDGE != WRAP:
-            groups = gl.where(end >= m, m, groups)
-        end = groups
+            groups = gl.where(end >= m, m, groups)  # [GROUP_ROWS]
+        end = groups  # [GROUP_ROWS]
     return start, end
 
 
 @gluon.jit
 def hidden(scores, seers, box, axes, RULES: gl.constexpr):
     """-inf where a query of a box, a column, does not see a key, a row of the group; queries outside do no harm."""
-    scores = _cut_off(scores, seers[0], box.rank[0], box.left[0], axes.m[0], 0, RULES)
-    scores = _cut_off(scores, seers[1], box.rank[1], box.left[1], axes.m[1], 1, RULES)
+    scores = _cut_off(scores, seers[0], box.rank[0], box.left[0], axes.m[0], 0, RULES)  # [GROUP_ROWS, GROUP_ROWS]
+    scores = _cut_off(scores, seers[1], box.rank[1], box.left[1], axes.m[1], 1, RULES)  # [GROUP_ROWS, GROUP_ROWS]
     return _cut_off(scores, seers[2], box.rank[2], box.left[2], axes.m[2], 2, RULES)
 
 
 @gluon.jit
 def _without_padding(scores, padding, place, box, axes, RULES: gl.constexpr):
     """-inf where a key of a box has no weight."""
-    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
     ranks = boxes.ranks_of(column, box.at, RULES)
     cells = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-    at = padding + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)
+    at = padding + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [rows]
     return gl.where((gl.load(at, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[None, :], scores, float("-inf"))
 
 
 @gluon.jit
 def _of_extra(scores, padding, b, first, extra, PADDING: gl.constexpr):
     """-inf where an extra key, of those from `first` on, has no weight or is none."""
-    column = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-    allowed = column < extra
+    column = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
+    allowed = column < extra  # [rows]
     if PADDING:
-        at = padding + b.to(gl.int64) * extra + column
-        allowed = allowed & (gl.load(at, mask=allowed, other=1) == 0)
+        at = padding + b.to(gl.int64) * extra + column  # [rows]
+        allowed = allowed & (gl.load(at, mask=allowed, other=1) == 0)  # [rows]
     return gl.where(allowed[None, :], scores, float("-inf"))

@@ -47,8 +47,8 @@ def keys_at_once(columns, block_n):
 def nothing(BLOCK_D: gl.constexpr, KEYS: gl.constexpr):
     """Products with v, sums of weights, and the maximum, before the first keys; KEYS have their scores at a time."""
     SCORES: gl.constexpr = tiles.product_layout(KEYS)
-    acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
-    total = _partial_sums(gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, SCORES))
+    acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))  # [GROUP_ROWS, BLOCK_D]
+    total = _partial_sums(gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, SCORES))  # [GROUP_ROWS, 4]
     return acc, total, gl.full([tiles.GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
 
 
@@ -64,9 +64,13 @@ def pass_over(ring, block):
 @gluon.jit
 def halves(acc, total, m, q_tile, ring, block, scale, seen, left, MASKED: gl.constexpr):
     """A block of keys by halves. The group sees the first `left` keys; with MASKED a row sees the first `seen`."""
-    acc, total, m = _half(0, acc, total, m, q_tile, ring, block, scale, seen, MASKED)
+    acc, total, m = _half(
+        0, acc, total, m, q_tile, ring, block, scale, seen, MASKED
+    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if left > tiles.rows_of(ring.k_tiles.shape) // 2:
-        acc, total, m = _half(1, acc, total, m, q_tile, ring, block, scale, seen, MASKED)
+        acc, total, m = _half(
+            1, acc, total, m, q_tile, ring, block, scale, seen, MASKED
+        )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     tiles.arrive(k_free(ring, block))
     tiles.arrive(v_free(ring, block))
     return acc, total, m
@@ -78,18 +82,24 @@ def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen,
     HALF: gl.constexpr = tiles.rows_of(ring.k_tiles.shape) // 2
     if NUMBER == 0:
         tiles.wait_full(ring.k_full, block)
-    k_rows = tiles.tile_of_stage(ring.k_tiles, block).slice(NUMBER * HALF, HALF, 0)
-    zeros = gl.zeros([tiles.GROUP_ROWS, HALF], gl.float32, tiles.product_layout(HALF))
-    score_token = warpgroup_mma(q_tile, k_rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[score_token])
+    k_rows = tiles.tile_of_stage(ring.k_tiles, block).slice(NUMBER * HALF, HALF, 0)  # [HALF, BLOCK_D]
+    zeros = gl.zeros([tiles.GROUP_ROWS, HALF], gl.float32, tiles.product_layout(HALF))  # [GROUP_ROWS, HALF]
+    score_token = warpgroup_mma(
+        q_tile, k_rows.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )  # [GROUP_ROWS, HALF]
+    scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, HALF]
     if MASKED:
-        scores = masked(scores, seen - NUMBER * HALF)
-    weights, decay, m, total = softmax(scores, m, total, scale, True)
-    acc = scaled_if_any(acc, decay)
+        scores = masked(scores, seen - NUMBER * HALF)  # [GROUP_ROWS, HALF]
+    weights, decay, m, total = softmax(
+        scores, m, total, scale, True
+    )  # [GROUP_ROWS, HALF], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+    acc = scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
     if NUMBER == 0:
         tiles.wait_full(ring.v_full, block)
-    v_rows = tiles.tile_of_stage(ring.v_tiles, block).slice(NUMBER * HALF, HALF, 0)
-    value_token = warpgroup_mma(as_operand(weights, q_tile.dtype, acc.shape[1]), v_rows, acc, is_async=True)
+    v_rows = tiles.tile_of_stage(ring.v_tiles, block).slice(NUMBER * HALF, HALF, 0)  # [HALF, BLOCK_D]
+    value_token = warpgroup_mma(
+        as_operand(weights, q_tile.dtype, acc.shape[1]), v_rows, acc, is_async=True
+    )  # [GROUP_ROWS, BLOCK_D]
     return warpgroup_mma_wait(0, deps=[value_token]), total, m
 
 
@@ -101,22 +111,24 @@ def step(acc, total, m, weights, q_tile, ring, block, scale, seen, queries, MASK
     less time than where the compiler puts it, and earlier sums are scaled only where a row needs it, 2 to 3 % less;
     where blocks are cut off both take more time (reports/HISTORY.md).
     """
-    score_token = start_scores(q_tile, ring, block)
-    value_token = values(weights, acc, ring, block - 1)
-    scores = warpgroup_mma_wait(1, deps=[score_token])
+    score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
+    value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
+    scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, KEYS]
     if not WHOLE:
         tiles.arrive(k_free(ring, block))
     if MASKED:
-        scores = masked(scores, seen)
-    new_weights, decay, m, total = softmax(scores, m, total, scale, WHOLE)
+        scores = masked(scores, seen)  # [GROUP_ROWS, KEYS]
+    new_weights, decay, m, total = softmax(
+        scores, m, total, scale, WHOLE
+    )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
     if WHOLE:
         tiles.arrive_behind(k_free(ring, block), total, queries)
-    acc = warpgroup_mma_wait(0, deps=[value_token])
+    acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
     tiles.arrive(v_free(ring, block - 1))
     if WHOLE:
-        acc = scaled_if_any(acc, decay)
+        acc = scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
     else:
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]  # [GROUP_ROWS, BLOCK_D]
     return acc, total, m, as_operand(new_weights, q_tile.dtype, acc.shape[1])
 
 
@@ -125,7 +137,7 @@ def start_scores(q_tile, ring, block):
     """Starts the product of queries and a block of keys, once these are there."""
     KEYS: gl.constexpr = tiles.rows_of(ring.k_tiles.shape)
     tiles.wait_full(ring.k_full, block)
-    zeros = gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, tiles.product_layout(KEYS))
+    zeros = gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, tiles.product_layout(KEYS))  # [GROUP_ROWS, KEYS]
     return warpgroup_mma(
         q_tile, tiles.tile_of_stage(ring.k_tiles, block).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
@@ -134,7 +146,7 @@ def start_scores(q_tile, ring, block):
 @gluon.jit
 def scores_alone(q_tile, ring, block):
     """Scores of a block of keys, beside no other product."""
-    scores = warpgroup_mma_wait(0, deps=[start_scores(q_tile, ring, block)])
+    scores = warpgroup_mma_wait(0, deps=[start_scores(q_tile, ring, block)])  # [GROUP_ROWS, KEYS]
     tiles.arrive(k_free(ring, block))
     return scores
 
@@ -155,16 +167,16 @@ def as_operand(weights, dtype: gl.constexpr, BLOCK_D: gl.constexpr):
 @gluon.jit
 def seen_keys(n, key, r, query, CAUSAL: gl.constexpr):
     """How many of the n keys of a segment, at positions key, key + r, ..., each query sees."""
-    seen = gl.zeros_like(query) + n
+    seen = gl.zeros_like(query) + n  # [GROUP_ROWS]
     if CAUSAL:
-        seen = gl.minimum(seen, (query - key + r) // r)
+        seen = gl.minimum(seen, (query - key + r) // r)  # [GROUP_ROWS]
     return seen
 
 
 @gluon.jit
 def masked(scores, seen):
     """-inf where a column is not below the row's number of keys."""
-    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
     return gl.where(column[None, :] < seen[:, None], scores, float("-inf"))
 
 
@@ -174,18 +186,18 @@ def softmax(scores, m, total, scale, LAZY: gl.constexpr):
 
     LAZY keeps the maximum of a row that grows by no more than SLACK, so that its earlier sums stay as well.
     """
-    largest, finite = subtracted(gl.max(scores, 1), m, scale, LAZY)
-    weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
-    decay, total = joined(weights, finite, m, total)
+    largest, finite = subtracted(gl.max(scores, 1), m, scale, LAZY)  # [GROUP_ROWS] each
+    weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])  # [GROUP_ROWS, columns]
+    decay, total = joined(weights, finite, m, total)  # [GROUP_ROWS], [GROUP_ROWS, 4]
     return weights, decay, largest, total
 
 
 @gluon.jit
 def subtracted(largest, m, scale, LAZY: gl.constexpr):
     """The new maximum, from that of new scores, and what is subtracted from scores: 0 where there was no key yet."""
-    largest = gl.maximum(m, largest * (scale * LOG2_E))
+    largest = gl.maximum(m, largest * (scale * LOG2_E))  # [GROUP_ROWS]
     if LAZY:
-        largest = gl.where(largest - m > SLACK, largest, m)  # m + SLACK would round where m is large
+        largest = gl.where(largest - m > SLACK, largest, m)  # [GROUP_ROWS]; m + SLACK would round where m is large
     return largest, gl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -193,18 +205,18 @@ def subtracted(largest, m, scale, LAZY: gl.constexpr):
 def joined(weights, finite, m, total):
     """Decay of earlier sums, and the partial sums."""
     # Both are rounded already: exactly 1 where they are equal. Rounding here would add up over the blocks.
-    decay = gl.exp2(m - finite)
-    own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
+    decay = gl.exp2(m - finite)  # [GROUP_ROWS]
+    own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))  # [GROUP_ROWS]
     return decay, total * own[:, None] + _partial_sums(weights)
 
 
 @gluon.jit
 def normalized(acc, total, m):
     """Output and lse; 0 and -inf where there are no keys."""
-    total = gl.convert_layout(gl.sum(total, 1), m.type.layout)
-    denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
-    lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * tiles.LN_2)
-    inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, acc.type.layout))
+    total = gl.convert_layout(gl.sum(total, 1), m.type.layout)  # [GROUP_ROWS]
+    denominator = gl.where(total == 0.0, 1.0, total)  # [GROUP_ROWS]; NaN stays NaN
+    lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * tiles.LN_2)  # [GROUP_ROWS]
+    inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, acc.type.layout))  # [GROUP_ROWS]
     return acc * inverse[:, None], lse
 
 
@@ -223,7 +235,7 @@ def scaled_if_any(acc, decay):
     A thread holds two rows, two elements of each in turn.
     """
     ELEMENTS: gl.constexpr = acc.shape[1] // 2  # of a thread
-    factor = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    factor = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]  # [GROUP_ROWS, 1]
     return gl.inline_asm_elementwise(
         _scaled_if_any_asm(ELEMENTS), _constraints(ELEMENTS), [acc, factor],
         dtype=gl.float32, is_pure=True, pack=ELEMENTS,

@@ -130,7 +130,7 @@ def counted(block):
 @gluon.jit
 def is_inside(w, r, o, first):
     """Whether the tile is in a branch, and where its segment begins."""
-    start = first // w * w
+    start = first // w * w  # [8]
     return (o >= 0) & is_in(first, start, r, o), start
 
 
