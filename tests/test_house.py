@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import tile_shapes
+from own_scripts import load_script
 
 import hilbert_lib
 
@@ -192,6 +193,19 @@ def test_a_tile_that_says_no_shape_or_a_wrong_one_is_found(module, line, planted
     (fault,) = tile_shapes.unmarked(kernels() | {name: tile_shapes.Module(name, text.replace(line, code + planted, 1))})
     assert name in fault
     assert fault.endswith(f"needs # {said}")
+
+
+def test_names_that_say_nothing_are_counted(tmp_path):
+    count = load_script("count_names").counted
+    (tmp_path / "names.py").write_text("""
+def f(given, *, keys, _own=1):
+    each: int = given.at
+    found2 = own_lowest = [side for side, row in keys]
+    kept.more += (whole := 3)
+""")
+    total, words = count(tmp_path / "names.py")
+    assert total == 9
+    assert words == dict.fromkeys(("given", "own", "each", "found", "side", "whole"), 1)
 
 
 def test_no_private_name_crosses_a_module():
