@@ -238,16 +238,19 @@ _forward, _backward, _Differentiable = register(
 
 def _pair_elements(shapes: tuple, arguments: tuple) -> int:
     request = _request(*arguments[:-1])
-    return _pairs(request, shapes) * shapes[0][3]
+    return pair_count(request, shapes) * shapes[0][3]
 
 
-def _pairs(request: Request, shapes: tuple) -> int:
-    # Of a query and a key that attend, over all batches and query heads.
+def pair_count(request: Request, shapes: tuple) -> int:
+    """Pairs of a query and a key that attend in one call, over all batches and query heads.
+
+    shapes: of q, k, v and of extra_k and extra_v, which are None where there are none.
+    """
     if isinstance(request.pattern, Union):
         total = 0
         for number, pattern in enumerate(request.pattern.patterns):
             own = shapes if number == 0 else (*shapes[:3], None, None)  # extra keys are seen once
-            total += _pairs(replace(request, pattern=pattern), own)
+            total += pair_count(replace(request, pattern=pattern), own)
         return total
     if isinstance(request.pattern, DilatedPattern):
         return _sequence_pairs(request, shapes)

@@ -11,12 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.request import Request
 from hilbert_lib.lab.pairs import Results, relative_difference
 from hilbert_lib.patterns.dilated import DilatedPattern
-from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
+from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.union import Union
 
-Seen = Request | Neighbourhood  # what a query sees
 Blocks = list[tuple[Tensor, Tensor, Tensor]]  # which of the queries, which keys, and which pairs of them attend
 QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
 
@@ -25,11 +25,21 @@ class SampledRows:
     """Some rows of what a call on q, k, v and dout (`tensors`) should give, computed when first compared.
 
     queries: positions in each head, in whose rows out and dq are compared; dk and dv in the first `keys` of them.
-    first: the position of q's first row. seen: what a query sees.
+    first: the position of q's first row. is_causal: whether keys after the query are excluded, along a sequence.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], seen: Seen, queries: Sequence[Tensor], *, keys: int, first: int = 0):
-        self._tensors, self._seen, self._first, self._keys = tensors, seen, first, keys
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        pattern: Pattern,
+        queries: Sequence[Tensor],
+        *,
+        keys: int,
+        first: int = 0,
+        is_causal: bool = False,
+    ):
+        self._tensors, self._pattern, self._first, self._keys = tensors, pattern, first, keys
+        self._is_causal = is_causal
         self._queries = [rows.to(tensors[0].device) for rows in queries]
 
     def error(self, results: Results, slots: Tensor | None = None) -> float:
@@ -46,14 +56,19 @@ class SampledRows:
 
     @cached_property
     def _of_queries(self) -> list[Tensor]:
-        at = enumerate(self._queries)
-        found = [exact_rows(*self._tensors, self._seen, head=h, queries=own, first=self._first) for h, own in at]
+        how = {"first": self._first, "is_causal": self._is_causal}
+        found = [
+            exact_rows(*self._tensors, self._pattern, head=head, queries=own, **how)
+            for head, own in enumerate(self._queries)
+        ]
         return list(map(torch.cat, zip(*found, strict=True)))
 
     @cached_property
     def _of_keys(self) -> list[Tensor]:
-        at = enumerate(self._queries)
-        found = [exact_keys(*self._tensors, self._seen, head=h, keys=own[: self._keys]) for h, own in at]
+        found = [
+            exact_keys(*self._tensors, self._pattern, head=head, keys=own[: self._keys], is_causal=self._is_causal)
+            for head, own in enumerate(self._queries)
+        ]
         return list(map(torch.cat, zip(*found, strict=True)))
 
 
@@ -78,23 +93,42 @@ def sampled_positions(pattern: DilatedPattern, length: int, *, kv_head: int, kv_
 
 
 def exact_rows(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Seen, *, head: int, queries: Tensor, first: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    pattern: Pattern,
+    *,
+    head: int,
+    queries: Tensor,
+    first: int = 0,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows of the output and of dq of a head at some positions, each (rows, head_dim) float64, without dropout."""
-    blocks, at = blocks_of(seen, queries, k.shape[1], head, k.shape[2]), queries - first
+    blocks = blocks_of(pattern, queries, k.shape[1], head, k.shape[2], is_causal=is_causal)
+    at = queries - first
     _, out, dq, _, _ = from_blocks(q[0, at, head], dout[0, at, head], blocks, lambda x: (k[0, x, head], v[0, x, head]))
     return out, dq
 
 
 def exact_keys(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Seen, *, head: int, keys: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    pattern: Pattern,
+    *,
+    head: int,
+    keys: Tensor,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows of dk and dv likewise, from all queries that attend to a key: on a grid window**4 weights."""
     dk, dv = torch.zeros(2, len(keys), q.shape[3], dtype=torch.float64, device=q.device)
     for n, key in enumerate(keys.tolist()):
-        queries = _attending(seen, key, q.shape[1], head, q.shape[2]).to(q.device)
+        queries = _attending(pattern, key, q.shape[1], head, q.shape[2], is_causal=is_causal).to(q.device)
         for some in queries.split(QUERIES_AT_ONCE) if len(queries) else ():
-            blocks, rows = blocks_of(seen, some, k.shape[1], head, k.shape[2]), (q[0, some, head], dout[0, some, head])
+            blocks = blocks_of(pattern, some, k.shape[1], head, k.shape[2], is_causal=is_causal)
+            rows = q[0, some, head], dout[0, some, head]
             named, _, _, dk_rows, dv_rows = from_blocks(*rows, blocks, lambda x: (k[0, x, head], v[0, x, head]))
             dk[n] += dk_rows[named == key][0]
             dv[n] += dv_rows[named == key][0]
@@ -125,35 +159,78 @@ def from_blocks(
     return named, out.detach(), *torch.autograd.grad(out, leaves, dout.double(), **zeros)
 
 
-def blocks_of(seen: Seen, queries: Tensor, length: int, head: int, heads: int) -> Blocks:
-    """What some queries of a KV head attend to: segment by segment of each branch, or on a grid all in one block."""
-    if isinstance(seen, Neighbourhood):
-        inside = torch.ones((), dtype=torch.bool, device=queries.device)
-        for axis, cell in zip(seen.axes, seen.coordinates(queries).unbind(1), strict=True):
-            line = torch.arange(axis.cells, device=queries.device)
-            inside = inside[..., None] & axis.attends(cell.unique()[:, None], line).any(0)
-        keys = inside.flatten().nonzero()[:, 0]  # and some that none of the queries attends to
-        return [(torch.arange(len(queries), device=queries.device), keys, seen.attends(queries[:, None], keys))]
+def blocks_of(
+    pattern: Pattern, queries: Tensor, length: int, head: int, heads: int, *, is_causal: bool = False
+) -> Blocks:
+    """What some queries of a KV head attend to: a block for each segment of a branch, or for each part of a pattern."""
+    how = {"length": length, "head": head, "heads": heads, "is_causal": is_causal}
+    if isinstance(pattern, Union):
+        return [block for part in pattern.patterns for block in blocks_of(part, queries, **how)]
+    if isinstance(pattern, HeadNeighbourhoods):
+        return blocks_of(pattern.by_head[head], queries, **how)
+    if isinstance(pattern, Neighbourhood):
+        return [_block_of_window(pattern, queries)]
+    if isinstance(pattern, DilatedPattern):
+        return _blocks_of_branches(pattern, queries, **how)
+    every = torch.arange(length, device=queries.device)
+    masks = {"kv_head": head, "kv_heads": heads, "is_causal": is_causal}
     blocks = []
-    for branch in seen.pattern.head_branches(head, heads):
-        w, r = seen.pattern.branches[branch]
-        inside = seen.pattern.contains(branch, queries, head, heads)
+    for part in pattern.head_parts(head, heads):
+        attends = pattern.mask(part, queries, every, **masks)
+        keys = attends.any(0).nonzero()[:, 0]
+        blocks.append((torch.arange(len(queries), device=queries.device), keys, attends[:, keys]))
+    return [block for block in blocks if len(block[1])]
+
+
+def _block_of_window(near: Neighbourhood, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Of all keys that a query sees on some axis; some of them no query attends to.
+    inside = torch.ones((), dtype=torch.bool, device=queries.device)
+    for axis, cell in zip(near.axes, near.coordinates(queries).unbind(1), strict=True):
+        line = torch.arange(axis.cells, device=queries.device)
+        inside = inside[..., None] & axis.attends(cell.unique()[:, None], line).any(0)
+    keys = inside.flatten().nonzero()[:, 0]
+    return torch.arange(len(queries), device=queries.device), keys, near.attends(queries[:, None], keys)
+
+
+def _blocks_of_branches(
+    pattern: DilatedPattern, queries: Tensor, *, length: int, head: int, heads: int, is_causal: bool
+) -> Blocks:
+    blocks = []
+    for branch in pattern.head_branches(head, heads):
+        w, r = pattern.branches[branch]
+        inside = pattern.contains(branch, queries, head, heads)
         for segment in (queries[inside] // w).unique().tolist():
             rows = (inside & (queries // w == segment)).nonzero()[:, 0]
-            first, end = segment * w + seen.pattern.offset(branch, head, heads), min(segment * w + w, length)
+            first, end = segment * w + pattern.offset(branch, head, heads), min(segment * w + w, length)
             keys = torch.arange(first, end, r, device=queries.device)
-            blocks.append((rows, keys, (keys <= queries[rows, None]) | (not seen.is_causal)))
+            blocks.append((rows, keys, (keys <= queries[rows, None]) | (not is_causal)))
     return blocks
 
 
-def _attending(seen: Seen, key: int, length: int, head: int, heads: int) -> Tensor:
+def _attending(pattern: Pattern, key: int, length: int, head: int, heads: int, *, is_causal: bool) -> Tensor:
     # Positions of the queries that see a key.
-    if isinstance(seen, Neighbourhood):
-        return seen.queries(key)
+    how = {"length": length, "head": head, "heads": heads, "is_causal": is_causal}
+    if isinstance(pattern, Union):
+        return torch.cat([_attending(part, key, **how) for part in pattern.patterns]).unique()
+    if isinstance(pattern, HeadNeighbourhoods):
+        return _attending(pattern.by_head[head], key, **how)
+    if isinstance(pattern, Neighbourhood):
+        return pattern.queries(key)
+    if isinstance(pattern, DilatedPattern):
+        return _attending_in_branches(pattern, key, **how)
+    every, own = torch.arange(length, device="cpu"), torch.tensor([key], device="cpu")
+    masks = {"kv_head": head, "kv_heads": heads, "is_causal": is_causal}
+    seen = [pattern.mask(part, every, own, **masks)[:, 0] for part in pattern.head_parts(head, heads)]
+    return torch.stack(seen).any(0).nonzero()[:, 0]
+
+
+def _attending_in_branches(
+    pattern: DilatedPattern, key: int, *, length: int, head: int, heads: int, is_causal: bool
+) -> Tensor:
     found = [torch.empty(0, dtype=torch.int64, device="cpu")]
-    for i in seen.pattern.head_branches(head, heads):
-        (w, r), offset = seen.pattern.branches[i], seen.pattern.offset(i, head, heads)
+    for branch in pattern.head_branches(head, heads):
+        (w, r), offset = pattern.branches[branch], pattern.offset(branch, head, heads)
         if key % w % r == offset:
-            start, end = key if seen.is_causal else key // w * w + offset, min(key // w * w + w, length)
-            found.append(torch.arange(start, end, r, device="cpu"))
+            start = key if is_causal else key // w * w + offset
+            found.append(torch.arange(start, min(key // w * w + w, length), r, device="cpu"))
     return torch.cat(found).unique()

@@ -1,4 +1,7 @@
-"""The inputs of one call of attention and, row by row, what it should give: what every sweep of speed starts from."""
+"""One call of attention, of any pattern: its inputs, what of it is useful, and row by row what it should give.
+
+Every sweep of speed starts from a `Workload`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,16 +11,22 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from hilbert_lib import checks
 from hilbert_lib.attention.api import attend
+from hilbert_lib.attention.operators import pair_count
 from hilbert_lib.attention.request import Request
 from hilbert_lib.lab.exact_rows import SampledRows, sampled_positions
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.limits.estimate import MemoryEstimate, estimate_memory
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.patterns.dilated import FLOP_BACKWARD, FLOP_FORWARD, DilatedPattern
+from hilbert_lib.patterns.dilated import FLOP_BACKWARD, FLOP_FORWARD, DilatedPattern, Work
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.union import Union
 
-SAMPLED_QUERIES, SAMPLED_KEYS = 24, 2  # of each head, held against float64
+# Rows of each head that are held against float64. A key of a grid costs window**4 weights.
+SAMPLED_QUERIES, SAMPLED_KEYS = 24, 2
+SAMPLED_CELLS, SAMPLED_CELL_KEYS = 8, 1
 BOTH = "forward and backward"
 
 
@@ -25,11 +34,20 @@ BOTH = "forward and backward"
 class Workload:
     """The inputs of one call, drawn when first used, and its float64 rows. One sequence, as many KV heads as heads.
 
-    queries: (start, count) of q in the sequence, or None for all positions. heads_first: whether k and v are stored
-    (heads, seq, head_dim), where the rows of a head lie side by side.
+    pattern: of sequences, of a grid, or a union of either.
+    length: tokens, or the cells of the grid.
+    is_causal: of patterns along a sequence; one of a grid says so itself.
+    queries: (start, count) of q in the sequence, or None for all positions. Of a `DilatedPattern` alone.
+    heads_first: whether k and v are stored (heads, seq, head_dim), where the rows of a head lie side by side.
+
+    Raises ValueError for a length that is not the pattern's, and for what a pattern does not take.
+
+    >>> work = Workload(Neighbourhood((4, 4), 3), 16, heads=2, head_dim=8, device=torch.device("cpu"))
+    >>> work.useful.flop_forward  # 4 * heads * head_dim, for each of 16 * 9 pairs
+    9216
     """
 
-    pattern: DilatedPattern | Neighbourhood
+    pattern: Pattern
     length: int
     heads: int
     head_dim: int
@@ -39,8 +57,33 @@ class Workload:
     heads_first: bool = False
     dtype: str = "bfloat16"
 
+    def __post_init__(self) -> None:
+        if self.pattern.length not in (None, self.length):
+            raise ValueError(f"length must be that of the grid, {self.pattern.length}, got {self.length}")
+        if self.queries is not None and not isinstance(self.pattern, DilatedPattern):
+            raise ValueError(f"queries must be None for a {self.pattern.noun}, got {self.queries}")
+        if self.is_causal and "is_causal" not in self.pattern.options:
+            raise ValueError(f"is_causal must be False for a {self.pattern.noun}, got True")
+
+    @classmethod
+    def on_grid(cls, text: str, **where) -> "Workload":
+        """A neighbourhood that a text names: grid, window, heads and head_dim. ValueError for any other text.
+
+        >>> Workload.on_grid("4x6x8 3x3x5 2x16", device=torch.device("cpu")).head_dim
+        16
+        """
+        try:
+            shape, window, size = (tuple(map(int, part.split("x"))) for part in text.split())
+            heads, head_dim = (checks.integer("heads and head_dim", n, least=1) for n in size)
+            near = Neighbourhood(shape, window)
+        except ValueError as error:
+            allowed = "grids, windows, heads and head_dim, such as 64x64 7x7 2x16"
+            raise ValueError(f"works must be {allowed}; got {text!r}: {error}") from None
+        return cls(near, near.length, heads, head_dim, **where)
+
     @property
     def call(self) -> Request:
+        """The request that the call makes of a backend."""
         start = None if self.queries is None else self.queries[0]
         return Request(self.pattern.of_heads(self.heads), self.is_causal, self.head_dim**-0.5, query_start=start)
 
@@ -48,10 +91,7 @@ class Workload:
     def parameters(self) -> dict:
         """What distinguishes it, for a record."""
         names = ("length", "heads", "head_dim", "is_causal", "dtype")
-        sizes = {name: getattr(self, name) for name in names}
-        if isinstance(self.pattern, Neighbourhood):
-            return {"grid": list(self.pattern.shape), "window": list(self.pattern.window), **sizes}
-        return {"branches": " ".join(f"{w}:{r}" for w, r in self.pattern.branches), **sizes}
+        return _fields_of(self.pattern) | {name: getattr(self, name) for name in names}
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,7 +145,9 @@ class Workload:
         def both() -> Results:
             return torch.autograd.grad(run_attention(*self.leaves, self), self.leaves, self.tensors[3])
 
-        of_forward, of_backward = self.flop_and_bytes[:2], self.flop_and_bytes[2:]
+        useful = self.useful
+        of_forward = useful.flop_forward, useful.bytes_forward
+        of_backward = useful.flop_backward, useful.bytes_backward
         run, (flop, moved) = {
             "forward": (forward, of_forward),
             "backward": (backward, of_backward),
@@ -129,41 +171,86 @@ class Workload:
         return estimate_memory(self.pattern, **sizes, **how)
 
     @cached_property
-    def flop_and_bytes(self) -> tuple[int, int, int, int]:
-        """Useful FLOP and bytes of the forward, then of the backward; of the forward alone where q is a few rows."""
+    def useful(self) -> Work:
+        """FLOP and bytes that the call cannot do without; of the forward alone where q is a few rows.
+
+        Along a dilated sequence a row that no branch uses is not read. On a grid and in a union all rows are.
+        """
         element = getattr(torch, self.dtype).itemsize
-        if isinstance(self.pattern, Neighbourhood):
-            pairs, rows = self.heads * self.pattern.pairs, self.length * self.heads * self.head_dim * element
-            flop = pairs * self.head_dim
-            return FLOP_FORWARD * flop, 4 * rows, FLOP_BACKWARD * flop, 8 * rows
-        if self.queries is None:
+        if isinstance(self.pattern, DilatedPattern) and self.queries is None:
             sizes = {"heads": self.heads, "head_dim": self.head_dim, "element_size": element}
-            work = self.pattern.work(self.length, is_causal=self.is_causal, **sizes)
-            return work.flop_forward, work.bytes_forward, work.flop_backward, work.bytes_backward
+            return self.pattern.work(self.length, is_causal=self.is_causal, **sizes)
+        q, k = ((1, rows, self.heads, self.head_dim) for rows in (self.rows, self.length))
+        pairs = pair_count(self.call, (q, k, k, None, None))
+        flop = {"flop_forward": FLOP_FORWARD * pairs * self.head_dim}
+        if self.queries is not None:
+            moved = (2 * self._keys_read + 2 * self.rows * self.heads) * self.head_dim * element
+            return Work(pairs, **flop, bytes_forward=moved, flop_backward=0, bytes_backward=0)
+        flop["flop_backward"] = FLOP_BACKWARD * pairs * self.head_dim
+        tensor = self.length * self.heads * self.head_dim * element
+        # q, k, v and out; in the backward these, dout, and the gradients of q, k and v.
+        return Work(pairs, **flop, bytes_forward=4 * tensor, bytes_backward=8 * tensor)
+
+    @property
+    def _keys_read(self) -> int:
+        # Rows of k that any of the queries sees, over all heads, each once.
         start, count = self.queries
         seen = {"kv_heads": self.heads, "length": self.length, "is_causal": self.is_causal}
-        sets = [[self.pattern.keys(start + t, kv_head=g, **seen) for t in range(count)] for g in range(self.heads)]
-        pairs = sum(len(keys) for of_head in sets for keys in of_head)
-        rows = sum(len(torch.cat(of_head).unique()) for of_head in sets)
-        moved = (2 * rows + 2 * count * self.heads) * self.head_dim * element  # k and v once; q and the output
-        return 4 * pairs * self.head_dim, moved, 0, 0
+        total = 0
+        for head in range(self.heads):
+            keys = [self.pattern.keys(start + row, kv_head=head, **seen) for row in range(count)]
+            total += len(torch.cat(keys).unique())
+        return total
 
-    def error(self, results: Results) -> float:
-        """Relative difference of (out,), or the largest of (dq, dk, dv), from float64 on the sampled rows."""
-        return self._sampled.error(results)
+    def error(self, results: Results, slots: Tensor | None = None) -> float:
+        """Relative difference of (out,), or the largest of (dq, dk, dv), from float64 on the sampled rows.
+
+        slots: the row of each position, where the results are stored in an ordering.
+        """
+        return self._sampled.error(results, slots)
 
     @cached_property
     def _sampled(self) -> SampledRows:
-        if isinstance(self.pattern, Neighbourhood):
-            generator = torch.Generator("cpu").manual_seed(0)
-            rows = list(torch.randint(self.length, (self.heads, SAMPLED_QUERIES), generator=generator, device="cpu"))
-            return SampledRows(self.tensors, self.pattern, rows, keys=SAMPLED_KEYS)
+        return SampledRows(
+            self.tensors,
+            self.pattern,
+            self._sampled_queries(),
+            keys=self._sampled_keys,
+            first=self.call.first_query,
+            is_causal=self.is_causal,
+        )
+
+    def _sampled_queries(self) -> list[Tensor]:
+        # Positions in each head: on a grid at random, and the corners in the first head.
         if self.queries is not None:
-            rows = [torch.arange(self.queries[0], sum(self.queries))] * self.heads
-        else:
-            drawn, heads = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}, range(self.heads)
-            rows = [sampled_positions(self.pattern, self.length, kv_head=g, **drawn) for g in heads]
-        return SampledRows(self.tensors, self.call, rows, keys=SAMPLED_KEYS, first=self.call.first_query)
+            return [torch.arange(self.queries[0], sum(self.queries))] * self.heads
+        if isinstance(self.pattern, DilatedPattern):
+            drawn = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}
+            return [sampled_positions(self.pattern, self.length, kv_head=g, **drawn) for g in range(self.heads)]
+        generator = torch.Generator("cpu").manual_seed(0)
+        count = SAMPLED_CELLS if self.pattern.length else SAMPLED_QUERIES
+        drawn = torch.randint(self.length, (self.heads, count), generator=generator, device="cpu")
+        if self.pattern.length:
+            drawn[0, 0], drawn[0, 1] = 0, self.length - 1
+        return list(drawn)
+
+    @property
+    def _sampled_keys(self) -> int:
+        # Where every query attends to every key, a row of dk or dv would cost the whole work: then none.
+        if not self.pattern.length:
+            return SAMPLED_KEYS
+        return SAMPLED_CELL_KEYS if self.useful.pairs < self.heads * self.length**2 else 0
+
+
+def _fields_of(pattern: Pattern) -> dict:
+    # A pattern in a record.
+    if isinstance(pattern, DilatedPattern):
+        return {"branches": " ".join(f"{w}:{r}" for w, r in pattern.branches)}
+    if isinstance(pattern, Neighbourhood):
+        return {"grid": list(pattern.shape), "window": list(pattern.window)}
+    if isinstance(pattern, Union):
+        return {"union": [_fields_of(each) for each in pattern.patterns]}
+    return {"attends": str(pattern)}
 
 
 def by_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:

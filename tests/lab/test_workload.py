@@ -1,13 +1,20 @@
 """What a call should give, row by row in float64, and what of it counts as useful."""
 
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
 import pytest
 import torch
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, dilated_attention
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.lab.exact_rows import exact_keys, exact_rows, sampled_positions
-from hilbert_lib.lab.workload import BOTH, Workload, grid
+from hilbert_lib.lab.workload import BOTH, Workload, by_backend, grid
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
+from hilbert_lib.patterns.pattern import Pattern
 
 CPU = torch.device("cpu")
 PATTERNS = [
@@ -26,9 +33,9 @@ def test_sampled_rows_equal_the_whole_reference(pattern, is_causal):
     dq, dk, dv, *_ = reference.backward(dout, Tensors(q, k, v), out, lse, call)
     for head in range(3):
         rows, keys = torch.arange(head, 50, 3), torch.tensor([0, 21, 49])
-        exact = exact_rows(q, k, v, dout, call, head=head, queries=rows)
+        exact = exact_rows(q, k, v, dout, pattern, head=head, queries=rows, is_causal=is_causal)
         torch.testing.assert_close(exact, (out[0, rows, head], dq[0, rows, head]), atol=1e-12, rtol=0)
-        exact = exact_keys(q, k, v, dout, call, head=head, keys=keys)
+        exact = exact_keys(q, k, v, dout, pattern, head=head, keys=keys, is_causal=is_causal)
         torch.testing.assert_close(exact, (dk[0, keys, head], dv[0, keys, head]), atol=1e-12, rtol=0)
 
 
@@ -36,7 +43,8 @@ def test_sampled_rows_of_decoding_equal_the_reference():
     q, k, v = (torch.randn(1, rows, 2, 4, dtype=torch.float64) for rows in (3, 30, 30))
     call = Request(DilatedPattern((8, 30), (1, 4)), is_causal=True, scale=0.5, query_start=11)
     out, _ = reference.forward(Tensors(q, k, v), call)
-    exact, _ = exact_rows(q, k, v, q, call, head=1, queries=torch.arange(11, 14), first=11)
+    rows = {"queries": torch.arange(11, 14), "first": 11}
+    exact, _ = exact_rows(q, k, v, q, call.pattern, head=1, is_causal=True, **rows)
     torch.testing.assert_close(exact, out[0, :, 1], atol=1e-12, rtol=0)
 
 
@@ -105,6 +113,78 @@ def test_the_error_of_decoding_is_that_of_its_own_rows():
 
 def test_decoding_counts_each_row_that_is_needed_once():
     work = Workload(DilatedPattern((16, 32), (1, 4), offsets="zero"), 32, 3, 8, CPU, queries=(16, 2))
-    flop, moved, *_ = work.flop_and_bytes
-    assert flop == 4 * 8 * 3 * (16 + 8 + 16)  # query 16 sees 16 and 8 keys, query 17 sees 16
-    assert moved == 3 * (2 * (16 + 4) + 2 * 2) * 8 * 2  # rows of k and v: 16 to 31, and 0, 4, 8, 12; q and out
+    assert work.useful.flop_forward == 4 * 8 * 3 * (16 + 8 + 16)  # query 16 sees 16 and 8 keys, query 17 sees 16
+    assert (
+        work.useful.bytes_forward == 3 * (2 * (16 + 4) + 2 * 2) * 8 * 2
+    )  # rows of k and v: 16 to 31, and 0, 4, 8, 12; q and out
+
+
+@dataclass(frozen=True)
+class EveryThird(Pattern):
+    """A pattern of a user's own, along a sequence."""
+
+    kind: ClassVar[str] = "every_third"
+
+    def attends(self, query, key):
+        return (query - key) % 3 == 0
+
+
+NEAR, FAR = Neighbourhood((4, 6), 3), Neighbourhood((4, 6), (3, 5), dilation=(1, 1), edge="clip")
+EVERY_KIND = {
+    "sequence": (DilatedPattern((6, 24), (1, 4)), True),
+    "grid": (NEAR, False),
+    "windows by head": (HeadNeighbourhoods((NEAR, Neighbourhood((4, 6), (3, 5)))), False),
+    "union on a grid": (Union((NEAR, FAR)), False),
+    "union along a sequence": (Union((DilatedPattern((6,), (1,)), DilatedPattern((24,), (5,)))), True),
+    "union with a pattern of one's own": (Union((DilatedPattern((6,), (1,)), EveryThird())), False),
+    "a pattern of one's own": (EveryThird(), False),
+}
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_a_workload_of_every_pattern_knows_its_error_flop_and_bytes(kind):
+    pattern, is_causal = EVERY_KIND[kind]
+    work = Workload(pattern, 24, 2, 4, CPU, is_causal=is_causal, dtype="float64")
+    by_reference = partial(by_backend, "reference")
+    both = work.side("a", by_reference, BOTH, sweep="s")
+    forward = work.side("a", by_reference, "forward", sweep="s")
+    (out,), gradients = forward.run(), both.run()
+    assert forward.error((out,)) < 1e-12
+    assert both.error(gradients) < 1e-12
+    assert forward.error((out * 1.5,)) == pytest.approx(0.5)
+    for wrong in range(3):
+        changed = [x * 1.5 if n == wrong else x for n, x in enumerate(gradients)]
+        assert both.error(changed) == pytest.approx(0.5)
+    assert forward.useful_flop == 4 * 4 * pairs_by_masks(pattern, is_causal)
+    assert both.useful_flop == 14 * 4 * pairs_by_masks(pattern, is_causal)
+    if kind != "sequence":  # where a row that no branch uses is not read
+        assert forward.useful_bytes == sum(x.nbytes for x in (*work.tensors[:3], out))
+        assert both.useful_bytes == 3 * forward.useful_bytes
+    assert json.loads(json.dumps(work.parameters)) == work.parameters
+
+
+def pairs_by_masks(pattern, is_causal):
+    """Pairs over both heads; a key of two parts counts twice."""
+    every, total = torch.arange(24), 0
+    for head in range(2):
+        for part in pattern.of_heads(2).head_parts(head, 2):
+            mask = pattern.of_heads(2).mask(part, every, every, kv_head=head, kv_heads=2, is_causal=is_causal)
+            total += int(mask.sum())
+    return total
+
+
+def test_records_of_two_patterns_have_different_parameters():
+    told = [str(Workload(pattern, 24, 2, 4, CPU).parameters) for pattern, _ in EVERY_KIND.values()]
+    assert len(set(told)) == len(EVERY_KIND)
+
+
+def test_a_workload_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="length must be that of the grid, 24, got 25"):
+        Workload(NEAR, 25, 2, 4, CPU)
+    with pytest.raises(ValueError, match=r"queries must be None for a Neighbourhood, got \(0, 1\)"):
+        Workload(NEAR, 24, 2, 4, CPU, queries=(0, 1))
+    with pytest.raises(ValueError, match="is_causal must be False for a Neighbourhood, got True"):
+        Workload(NEAR, 24, 2, 4, CPU, is_causal=True)
+    for text in ("64x64 7x7", "64x64 7x7 0x16", "8x8 99x99 1x16", "one two three"):
+        with pytest.raises(ValueError, match=r"works must be grids, windows, heads and head_dim, such as .*; got"):
+            Workload.on_grid(text, device=CPU)

@@ -56,7 +56,7 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class Work:
+class CountedCall:
     """One call of one kernel on k and v stored heads first in one order; record: what its record begins with."""
 
     kernel: str
@@ -102,8 +102,8 @@ class Work:
         return attention_reads(self.storage, pattern, **tiles, gpu=gpu)
 
 
-def works(kernel: str, *, lengths: list[int], keys: int, device: str = "cpu", **sizes) -> Iterator[Work]:
-    """The works of one kernel: `single_branches`, in every order of `compared_orderings`.
+def calls(kernel: str, *, lengths: list[int], keys: int, device: str = "cpu", **sizes) -> Iterator[CountedCall]:
+    """The calls of one kernel: those of `single_branches`, in every order of `compared_orderings`.
 
     keys: that a query of the forward sees at most; the other kernels read the whole sequence's branch.
     """
@@ -115,11 +115,11 @@ def works(kernel: str, *, lengths: list[int], keys: int, device: str = "cpu", **
             for layout, ordering in compared_orderings(length, rate, segment=seen * rate).items():
                 names = {"sweep": SWEEP, "layout": layout, "length": length, "heads": inputs.heads, "dilation": rate}
                 parameters = names | {"keys": seen, "row_bytes": about["row_bytes"]}
-                yield Work(kernel, ordering, inputs, {"kind": SWEEP, "name": kernel, "parameters": parameters})
+                yield CountedCall(kernel, ordering, inputs, {"kind": SWEEP, "name": kernel, "parameters": parameters})
 
 
 def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> pd.DataFrame:
-    """Hardware counters of the calls of `works` of these arguments: each made once to warm up, and once under `ncu`.
+    """Hardware counters of the `calls` of these arguments: each made once to warm up, and once under `ncu`.
 
     A row a launch of `kernel`, a name or "regex:" and an expression, in order; NaN, and a warning, for what `ncu` does
     not know. RuntimeError: if `ncu` may not count, the program fails or outlasts `timeout` [s], or launches no such
@@ -179,8 +179,8 @@ def found_percent(table: pd.DataFrame) -> pd.Series:
 
 
 def make_calls() -> None:
-    """What `ncu` watches: makes the calls of `works` of the arguments that the command line has."""
-    for work in works(**json.loads(sys.argv[1]), device="cuda"):
+    """What `ncu` watches: makes the `calls` of the arguments that the command line has."""
+    for work in calls(**json.loads(sys.argv[1]), device="cuda"):
         call = work.call()
         call()  # compiles and fills tables
         torch.cuda.synchronize()
@@ -199,7 +199,7 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     def key(record: dict) -> tuple | None:
         return (record["name"], *record["parameters"].values()) if record.get("kind") == SWEEP else None
 
-    asked, kept = list(works(kernel, **options)), Kept(output_dir, key)
+    asked, kept = list(calls(kernel, **options)), Kept(output_dir, key)
     if any(key(work.record) not in kept.known for work in asked):
         table = count_calls({"kernel": kernel, **options}, kernel=KERNELS[kernel])
         if len(table) != len(asked):

@@ -1,84 +1,37 @@
 """Neighbourhood attention by several kernels, with the tokens in every order, checked and timed: notebook 08."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from hilbert_lib import checks
 from hilbert_lib.internals import buffers_kept
 from hilbert_lib.lab.cache.neighbourhood import BLOCK, neighbourhood_orderings, of_axes, used_by_blocks, used_by_boxes
-from hilbert_lib.lab.exact_rows import SampledRows
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.lab.sweeps.memory import captured
+from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
-SAMPLED_QUERIES = 8  # of each head, held against float64; of keys, which cost window**4, one of each head
 SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"
 BLOCKS, BOXES = "blocks", "boxes"  # the kernels whose pairs are counted
 DIRECTIONS = ("forward", "backward")
 
 
-@dataclass(frozen=True)
-class GridWork:
-    """Random q, k, v and a gradient of the output on a grid, made when first used, and some exact rows in float64."""
-
-    neighbourhood: Neighbourhood
-    heads: int
-    head_dim: int
-    device: torch.device
-    dtype: str = "bfloat16"  # by its name
-
-    @classmethod
-    def of(cls, text: str, **where) -> "GridWork":
-        """The work that a text names: its grid, its window, heads and head_dim. ValueError for any other text.
-
-        >>> GridWork.of("4x6x8 3x3x5 2x16", device=torch.device("cpu")).head_dim
-        16
-        """
-        try:
-            shape, window, size = (tuple(map(int, part.split("x"))) for part in text.split())
-            heads, head_dim = (checks.integer("heads and head_dim", n, least=1) for n in size)
-            return cls(Neighbourhood(shape, window), heads, head_dim, **where)
-        except ValueError as error:
-            allowed = "grids, windows, heads and head_dim, such as 64x64 7x7 2x16"
-            raise ValueError(f"works must be {allowed}; got {text!r}: {error}") from None
-
-    @cached_property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and dout in raster order, (1, seq, heads, head_dim)."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        shape = (1, self.neighbourhood.length, self.heads, self.head_dim)
-        drawn = {"generator": generator, "device": self.device, "dtype": getattr(torch, self.dtype)}
-        return tuple(torch.randn(shape, **drawn) for _ in range(4))
-
-    @cached_property
-    def sampled(self) -> SampledRows:
-        """Rows at random and, in the first head, at the grid's corners.
-
-        Where every query attends to every key, a row of dk or dv would cost the whole work: then of dq alone.
-        """
-        near, generator = self.neighbourhood, torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randint(near.length, (self.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
-        drawn[0, 0], drawn[0, 1] = 0, near.length - 1
-        return SampledRows(self.tensors, near, list(drawn), keys=int(near.pairs < near.length**2))
-
-    @cached_property
-    def orders(self) -> dict[str, Ordering]:
-        """Those that are compared, by name, on the device."""
-        made = neighbourhood_orderings(self.neighbourhood.shape)
-        return {name: order.to(self.device) for name, order in made.items()}
+@lru_cache(maxsize=1)
+def orders_of(work: Workload) -> dict[str, Ordering]:
+    """The orders that are compared on a grid, by name, on its device."""
+    made = neighbourhood_orderings(work.pattern.shape)
+    return {name: order.to(work.device) for name, order in made.items()}
 
 
 # Of q, k and v that are stored in an order, and the kernel's name: the output, stored likewise.
-Attention = Callable[[Tensor, Tensor, Tensor, Ordering, GridWork, str], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, Ordering, Workload, str], Tensor]
 
 
 def compare_kernels(
-    works: Iterable[GridWork], attention: Attention, *, kernels: Mapping[str, Sequence[str]]
+    works: Iterable[Workload], attention: Attention, *, kernels: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[Side, Side]]:
     """Pairs for `run_sides`, forward and backward; a forward keeps what its backward needs.
 
@@ -104,7 +57,7 @@ def compare_kernels(
 
 
 def sustained_sides(
-    works: Iterable[GridWork], attention: Attention, *, kernels: Mapping[str, str]
+    works: Iterable[Workload], attention: Attention, *, kernels: Mapping[str, str]
 ) -> Iterator[tuple[Side, ...]]:
     """Cases for `run_back_to_back`, forward and backward: of each kernel the side of an order.
 
@@ -126,11 +79,12 @@ def _replay(run: Callable[[], Results]) -> Callable[[], Results]:
 
 
 def _side(
-    work: GridWork, attention: Attention, kernel: str, name: str, *, direction: str, first: str, anew: bool = False,
+    work: Workload, attention: Attention, kernel: str, name: str, *, direction: str, first: str, anew: bool = False,
 ) -> Side:  # fmt: skip
     # The sides of a pair store their results differently, so they return nothing to compare; each has its own error.
-    near, order = work.neighbourhood, work.orders[name]
-    stored = work.orders["raster"] if anew else order
+    near, orders = work.pattern, orders_of(work)
+    order = orders[name]
+    stored = orders["raster"] if anew else order
     parameters = {"sweep": SWEEP, "direction": direction, "side": of_axes(near.shape), "window": of_axes(near.window)}
     parameters |= {"kernel": kernel, "order": name, "heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}
     if kernel == BLOCKS:
@@ -157,8 +111,7 @@ def _side(
         compute()
         return ()
 
-    error = cache(lambda _: work.sampled.error(compute(), stored.inverse))
-    # Two products for every pair that attends; the backward has five where the forward has two.
-    flop = 4 * work.heads * work.head_dim * near.pairs * (1 if direction == "forward" else 2.5)
+    error = cache(lambda _: work.error(compute(), stored.inverse))
+    flop = work.useful.flop_forward if direction == "forward" else work.useful.flop_backward
     title = REORDERED if anew else name if kernel == first else f"{kernel}, {name}"
     return Side(title, parameters, run, error, flop)

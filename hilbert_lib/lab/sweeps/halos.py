@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hilbert_lib.attention.api import neighbourhood_attention
-from hilbert_lib.lab.exact_rows import SampledRows, Seen
-from hilbert_lib.lab.sweeps.grids import GridWork
+from hilbert_lib.lab.exact_rows import SampledRows
+from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.ring.attention import ring_neighbourhood_attention
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards, plan_halo
@@ -71,18 +72,18 @@ class GridOverRanks:
 
     @classmethod
     def scaled(cls, sweep: str, ranks: int, text: str, **rest) -> "GridOverRanks":
-        """A grid of which each of the ranks has as much as `GridWork.of` reads from a text; the longer axes grow last.
+        """A grid of which each rank has as much as `Workload.on_grid` reads from a text; the longer axes grow last.
 
         >>> GridOverRanks.scaled("grid weak", 4, "16x32x32 3x5x5 2x16").shape
         (16, 64, 64)
         """
-        one = GridWork.of(text, device=torch.device("cpu"))
-        shape, factor = list(one.neighbourhood.shape), 1
+        one = Workload.on_grid(text, device=torch.device("cpu"))
+        shape, factor = list(one.pattern.shape), 1
         while factor < ranks:
             step = next(n for n in range(2, ranks + 1) if ranks // factor % n == 0)
             shortest = min(range(len(shape))[-2:], key=lambda n: shape[n])
             shape[shortest], factor = shape[shortest] * step, factor * step
-        return cls(sweep, ranks, tuple(shape), one.neighbourhood.window, one.heads, one.head_dim, **rest)
+        return cls(sweep, ranks, tuple(shape), one.pattern.window, one.heads, one.head_dim, **rest)
 
     def identity(self, side: str) -> dict:
         """What a record of a side is known by, as JSON gives it back."""
@@ -170,12 +171,19 @@ class Spread:
 
 
 def spread_errors(
-    spread: Callable[[Tensor], Spread], seen: Seen, queries: Sequence[Tensor], inputs: Sequence[Tensor | None],
-    out: Tensor, grads: Sequence[Tensor], *, keys: int,
-) -> dict:  # fmt: skip
+    spread: Callable[[Tensor], Spread],
+    pattern: Pattern,
+    queries: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    out: Tensor,
+    grads: Sequence[Tensor],
+    *,
+    keys: int,
+    is_causal: bool = False,
+) -> dict:
     """Relative errors of "out" and, where there are gradients, "dq", as `SampledRows` finds them over the ranks."""
     given = (*inputs[:3], out if inputs[3] is None else inputs[3])
-    sampled = SampledRows([spread(x) for x in given], seen, queries, keys=keys)
+    sampled = SampledRows([spread(x) for x in given], pattern, queries, keys=keys, is_causal=is_causal)
     found = {"out": sampled.error([spread(out)])}
     return found | ({"dq": sampled.error([spread(x) for x in grads])} if grads else {})
 

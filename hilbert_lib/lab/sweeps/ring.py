@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.attention.request import Request
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.exact_rows import sampled_positions
 from hilbert_lib.lab.records import RESULTS, Kept, append_lines
@@ -153,16 +152,16 @@ class Work:
         """Relative errors of sampled rows of out and dq; none for attention that is another function."""
         if side == DENSE_RING:
             return {}
-        start, call = self.rows * dist.get_rank(), Request(self.pattern_of(side), is_causal=self.is_causal)
+        start, pattern = self.rows * dist.get_rank(), self.pattern_of(side)
 
         def row_of(positions: Tensor) -> Tensor:
             return torch.where(positions // self.rows == dist.get_rank(), positions - start, -1)
 
         drawn = {"kv_heads": self.kv_heads, "count": SAMPLED_QUERIES}
         heads = range(self.kv_heads)
-        queries = [sampled_positions(call.pattern, self.tokens, kv_head=g, **drawn) for g in heads]
+        queries = [sampled_positions(pattern, self.tokens, kv_head=g, **drawn) for g in heads]
         spread = partial(Spread, length=self.tokens, heads=self.kv_heads, row_of=row_of)
-        return spread_errors(spread, call, queries, inputs, out, grads, keys=0)
+        return spread_errors(spread, pattern, queries, inputs, out, grads, keys=0, is_causal=self.is_causal)
 
 
 def run_works(

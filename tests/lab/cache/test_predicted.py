@@ -78,9 +78,9 @@ def test_counted_works_are_predicted_with_the_tiles_of_their_kernel(loaded, layo
     heads = 3  # whose tables are more than a sector long
     # On the CPU the same elements are float32: rows twice as wide.
     wide = property(lambda work: Storage(work.ordering, 4 * work.inputs.head_dim, heads, "bhsd"))
-    monkeypatch.setattr(benchmarks.Work, "storage", wide)
+    monkeypatch.setattr(benchmarks.CountedCall, "storage", wide)
     sizes = {"lengths": [384], "heads": heads, "dilations": [2], "row_bytes": [32], "keys": 96}
-    (work,) = (each for each in benchmarks.works(kernel, **sizes) if each.record["parameters"]["layout"] == layout)
+    (work,) = (each for each in benchmarks.calls(kernel, **sizes) if each.record["parameters"]["layout"] == layout)
     work.call()()
     found = work.predicted(LARGE)
     assert found.l1_sectors == sum(map(len, loaded.values()))

@@ -110,7 +110,7 @@ def test_a_metric_without_a_number_is_named_and_the_others_are_read(ncu, value):
 def test_each_call_is_made_once_before_the_one_that_is_counted(monkeypatch):
     said = []
     calls = [partial(said.append, i) for i in range(2)]
-    monkeypatch.setattr(benchmarks, "works", lambda n, device: [Mock(call=lambda each=each: each) for each in calls])
+    monkeypatch.setattr(benchmarks, "calls", lambda n, device: [Mock(call=lambda each=each: each) for each in calls])
     monkeypatch.setattr(sys, "argv", ["-c", '{"n": 2}'])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
@@ -135,7 +135,7 @@ def counting(monkeypatch):
 
     def count_calls(arguments, *, kernel):
         asked.append((arguments, kernel))
-        launches = range(len(list(benchmarks.works(**arguments))))
+        launches = range(len(list(benchmarks.calls(**arguments))))
         counted = pd.DataFrame({name: [100.0 + n for n in launches] for name in METRICS})
         return counted.assign(l2_hit_sectors=[float(n) for n in launches], far_hit_sectors=0.0)
 
@@ -154,7 +154,7 @@ def without_moment(records):
 @pytest.mark.parametrize("kernel", benchmarks.KERNELS)
 def test_the_call_of_a_work_gives_the_same_in_every_order(kernel):
     results = {}
-    for work in benchmarks.works(kernel, **SIZES | {"heads": 1, "row_bytes": [32]}):  # interpreted
+    for work in benchmarks.calls(kernel, **SIZES | {"heads": 1, "row_bytes": [32]}):  # interpreted
         results.setdefault(work.record["parameters"]["dilation"], []).append(work.call()())
     assert len(results) == 2
     for rate, found in results.items():
@@ -164,7 +164,7 @@ def test_the_call_of_a_work_gives_the_same_in_every_order(kernel):
         assert found[0].shape == rows[kernel]
         assert found[0].abs().sum() > 0
     if kernel == "gather":  # it copies the rows of the branch head by head
-        work = next(benchmarks.works("gather", **SIZES | {"dilations": [4]}))
+        work = next(benchmarks.calls("gather", **SIZES | {"dilations": [4]}))
         k = work.inputs.tensors[1]
         assert torch.equal(work.call()(), torch.cat([k[0, ::4, head] for head in range(2)]))
 
@@ -174,7 +174,7 @@ def test_every_work_is_recorded_once_with_what_was_counted_and_predicted(countin
     arguments, kernel = counting[0]
     assert json.loads(json.dumps(arguments)) == {"kernel": "decoding", **SIZES}
     assert kernel == "regex:^decode_kernel"
-    works = list(benchmarks.works("decoding", **SIZES))
+    works = list(benchmarks.calls("decoding", **SIZES))
     assert len(records) == len(works) == 28
     assert [record["kind"] for record in records] == ["counters"] * 28
     for n, (work, record) in enumerate(zip(works, records, strict=True)):
@@ -221,7 +221,7 @@ def test_on_a_gpu_each_call_is_one_launch_of_its_kernel(kernel):
 
     assert not arguments.is_interpreted()
     sizes = SIZES | {"lengths": [4096], "keys": 1024, "dilations": [4], "device": "cuda"}
-    call = next(benchmarks.works(kernel, **sizes)).call()
+    call = next(benchmarks.calls(kernel, **sizes)).call()
     call()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()

@@ -14,8 +14,9 @@ from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks, neighbourhood_orderings
 from hilbert_lib.lab.figures.grids import PARTS, draw_block_maps, draw_idea, draw_reads
 from hilbert_lib.lab.pairs import run_back_to_back, run_sides
-from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_kernels, sustained_sides
+from hilbert_lib.lab.sweeps.grids import REORDERED, compare_kernels, sustained_sides
 from hilbert_lib.lab.tables import ratio_table, side_table
+from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
@@ -25,12 +26,13 @@ GRIDS = [((12, 12), 5), ((3, 4, 6), (3, 2, 5))]
 
 
 def attention(q, k, v, order, work, kernel):
-    return neighbourhood_attention(q, k, v, work.neighbourhood, ordering=order)
+    return neighbourhood_attention(q, k, v, work.pattern, ordering=order)
 
 
 def works(**how):
     size = {"heads": 2, "head_dim": 8, "device": CPU, "dtype": "float32"} | how
-    return (GridWork(Neighbourhood(shape, window), **size) for shape, window in GRIDS)
+    patterns = (Neighbourhood(shape, window) for shape, window in GRIDS)
+    return (Workload(near, near.length, **size) for near in patterns)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def test_kernels_run_back_to_back_in_turn():
 def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window, monkeypatch):
     monkeypatch.setattr(exact_rows, "QUERIES_AT_ONCE", 7)
     near = Neighbourhood((12, 12), window)
-    work = GridWork(near, heads=2, head_dim=4, device=CPU, dtype="float64")
+    work = Workload(near, near.length, heads=2, head_dim=4, device=CPU, dtype="float64")
     q, k, v, dout = work.tensors
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = exact(*leaves, near)
@@ -121,12 +123,12 @@ def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window, monkeypatch
     ordering = Ordering.from_curve("hilbert", 144, grid=(12, 12))
     stored = [[ordering.apply(x, dim=1) for x in results] for results in ((out.detach(),), gradients)]
     for results in stored:
-        assert work.sampled.error(results, ordering.inverse) < 1e-12
-        assert work.sampled.error(results) > 0.1
+        assert work.error(results, ordering.inverse) < 1e-12
+        assert work.error(results) > 0.1
     for wrong in range(3 if window < 12 else 1):
         changed = [x.clone() for x in stored[1]]
         changed[wrong] *= 1.5
-        assert work.sampled.error(changed, ordering.inverse) == pytest.approx(0.5)
+        assert work.error(changed, ordering.inverse) == pytest.approx(0.5)
 
 
 def borders(blocks):
