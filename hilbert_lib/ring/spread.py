@@ -30,7 +30,9 @@ from hilbert_lib.ring.plan.shards import Rectangles, Runs
 from hilbert_lib.ring.rank import halo, passes
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.call import by_pattern
-from hilbert_lib.ring.rank.halo import HaloJob, HaloLayout
+from hilbert_lib.ring.rank.halo import HaloJob
+from hilbert_lib.ring.rank.halo_layout import HaloLayout
+from hilbert_lib.ring.rank.halo_layout import layout_of as halo_layout_of
 from hilbert_lib.ring.rank.layout import Layout, layout_of
 
 # The options of a ring that one kind takes and the other does not, as they are where nobody gives them.
@@ -261,4 +263,4 @@ def sequence_layout(
 @cached_for_graphs(maxsize=64)
 def grid_layout(neighbourhoods: tuple, shards: Shards, sizes: tuple, rank: int, device: torch.device) -> HaloLayout:
     """A rank's part of the plan of one pattern; sizes are those of `plan_halo`."""
-    return halo.layout_of(plan_halo(neighbourhoods, shards, **dict(sizes)), rank, device)
+    return halo_layout_of(plan_halo(neighbourhoods, shards, **dict(sizes)), rank, device)

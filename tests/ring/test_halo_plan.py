@@ -21,7 +21,8 @@ from hilbert_lib.patterns.neighbourhood import Axis, HeadNeighbourhoods
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.plan.shards import hull
 from hilbert_lib.ring.rank import halo
-from hilbert_lib.ring.rank.halo import HaloJob, _framed, layout_of
+from hilbert_lib.ring.rank.halo import HaloJob, _framed
+from hilbert_lib.ring.rank.halo_layout import layout_of
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
 

@@ -5,6 +5,6 @@ exchange   rows on their way between ranks, and the answers to them
 blocks     the dense attentions of shared segments
 local      the rank's own tensors by rows, and sums over them
 passes     its forward and backward
-halo       the same on a grid
+halo       the same on a grid; `halo_layout` its part of that plan
 call       the patterns of a union one after the other
 """

@@ -1,0 +1,125 @@
+"""A rank's part of a plan for a grid, as index tensors: what it computes, sends, receives and puts together."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.request import GridPart
+from hilbert_lib.ring.plan.halo import HaloPlan, Slab
+from hilbert_lib.ring.plan.shards import Box, Runs, positions
+
+
+@dataclass(frozen=True, eq=False)
+class Border:
+    """Queries of a rank whose keys, own ones and others', are put together in a frame."""
+
+    part: GridPart
+    slots: Tensor | None  # as in `Request`
+    queries: Tensor | None  # their rows in the shard; None for all
+    filled: Tensor  # of each row of the frame the shard's that it holds, or 0 where that is another's
+    own: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
+    theirs: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; of those received
+    lacking: Tensor | None  # rows of KV heads in the frame that are neither, which nobody sees; None for none
+
+
+@dataclass(frozen=True, eq=False)
+class HaloLayout:
+    """What one rank computes and exchanges, as index tensors."""
+
+    interior: GridPart | None
+    borders: tuple[Border, ...]
+    touched: Tensor  # own rows of k and v whose gradients come from more than the interior
+    rows: Tensor  # (3, rows sent), rows in the shard, KV heads, and rows of heads touched, destination by destination
+    sent: tuple[int, ...]  # how many to each rank
+    received: tuple[int, ...]  # how many from each rank
+    travels: bool  # whether any rank sends anything
+
+    @cached_property
+    def answers(self) -> tuple[tuple[slice, Tensor], ...]:
+        """For each rank that rows are sent to: which these are of those sent, and their rows of heads touched."""
+        ends = tuple(accumulate(self.sent))
+        spans = [slice(end - count, end) for end, count in zip(ends, self.sent, strict=True) if count]
+        return tuple((span, self.rows[2, span]) for span in spans)
+
+
+def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
+    """A rank's part of a plan, on a device."""
+    rows, sent = [], []
+    for cells, heads, source in plan.arriving:
+        cells, heads = cells[source == rank], heads[source == rank]
+        rows.append(torch.stack([plan.shards.slot(plan.shape, cells, rank), heads]))
+        sent.append(len(cells))
+    rows, received = torch.cat(rows, 1), plan.arriving[rank][2].bincount(minlength=plan.shards.ranks)
+    inside, own, slabs = plan.interior(rank), plan.own(rank), plan.border(rank)
+    frames = [_frame(plan, rank, slab) for slab in slabs]
+    stored = [_own_rows(plan, rank, frame) for frame in frames]
+    touched = torch.arange(plan.shards.count(plan.shape, rank), device="cpu")
+    if inside:
+        touched = torch.cat([rows[0], *(at for _, at in stored)]).unique()
+    borders = []
+    for slab, frame, (places, at) in zip(slabs, frames, stored, strict=True):
+        queries = plan.shards.slot(plan.shape, _cells(slab.queries, plan.shape), rank) if inside else None
+        filled = torch.zeros(len(frame), dtype=torch.int64, device="cpu").index_copy_(0, places, at)
+        own_rows = places, torch.searchsorted(touched, at)
+        theirs = _their_rows(plan, rank, frame)
+        index = _slots(plan, frame), queries, filled, own_rows, theirs, _lacking(plan, len(frame), places, theirs[0])
+        part = GridPart(slab.queries, slab.queries, slab.keys, in_float=True)
+        borders.append(Border(part, *_on(index, device)))
+    return HaloLayout(
+        GridPart(own, inside, own) if inside else None,
+        tuple(borders),
+        touched.to(device),
+        torch.cat([rows, torch.searchsorted(touched, rows[:1]) * len(plan.neighbourhoods) + rows[1:]]).to(device),
+        tuple(sent),
+        tuple(received.tolist()),
+        bool(plan.rows),
+    )
+
+
+def _frame(plan: HaloPlan, rank: int, slab: Slab) -> Tensor:
+    # The cells whose k and v are put together, in that order; those that a query sees are own ones or arrive.
+    if isinstance(plan.shards, Runs):
+        return torch.cat([plan.shards.cells(plan.shape, rank), plan.arriving[rank][0].unique()])
+    return _cells(slab.keys, plan.shape)
+
+
+def _cells(box: Box, shape: tuple[int, ...]) -> Tensor:
+    lines = [torch.tensor(line, device="cpu") % side for line, side in zip(box, shape, strict=True)]
+    return positions(lines, shape)
+
+
+def _own_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor]:
+    # Of the own cells in a frame: rows in the frame, and in the shard.
+    places = (plan.shards.owner(plan.shape, frame) == rank).nonzero()[:, 0]
+    return places, plan.shards.slot(plan.shape, frame[places], rank)
+
+
+def _their_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor]:
+    # Of the rows received that lie in a frame: rows of KV heads in the frame, and which they are.
+    cells, heads, _ = plan.arriving[rank]
+    ordered, place = frame.sort()
+    at = torch.searchsorted(ordered, cells).clamp(max=len(frame) - 1)
+    found = (ordered[at] == cells).nonzero()[:, 0]
+    return place[at[found]] * len(plan.neighbourhoods) + heads[found], found
+
+
+def _lacking(plan: HaloPlan, rows: int, own: Tensor, theirs: Tensor) -> Tensor | None:
+    held = torch.zeros(rows, len(plan.neighbourhoods), dtype=torch.bool, device="cpu")
+    held[own] = True
+    lacking = (~held.flatten().index_fill_(0, theirs, True)).nonzero()[:, 0]
+    return lacking if len(lacking) else None
+
+
+def _slots(plan: HaloPlan, frame: Tensor) -> Tensor | None:
+    if not isinstance(plan.shards, Runs):
+        return None
+    slots = torch.full((plan.neighbourhoods[0].length,), -1, dtype=torch.int32, device="cpu")
+    slots[frame] = torch.arange(len(frame), dtype=torch.int32, device="cpu")
+    return slots
+
+
+def _on(index: tuple, device: torch.device) -> tuple:
+    return tuple(_on(x, device) if isinstance(x, tuple) else x if x is None else x.to(device) for x in index)
