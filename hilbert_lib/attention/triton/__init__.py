@@ -10,6 +10,7 @@ hopper     forward and backward on a Hopper GPU, warp-specialised
 decode     a few queries against many keys
 merge      all partial results of dense kernels at once
 rows       rows by index: merged, or added to, in place
+copies     rows by index of several tensors: copied, or summed
 arguments  configurations, grids and the arguments that kernels share
 launch     the two entry points
 start      starts the kernels of a call; the first time all are compiled at once

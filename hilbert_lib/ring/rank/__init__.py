@@ -6,5 +6,6 @@ blocks     the dense attentions of shared segments
 local      the rank's own tensors by rows, and sums over them
 passes     its forward and backward
 halo       the same on a grid; `halo_layout` its part of that plan
+copies     rows of a grid by index: copied and summed
 call       the patterns of a union one after the other
 """

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.ring.rank import copies
 from hilbert_lib.ring.rank.exchange import Beside, Kept, alive, exchange
 from hilbert_lib.ring.rank.halo_layout import Border, HaloLayout
 
@@ -48,9 +49,8 @@ def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[
     if out is None:  # the border is all, or there are no cells
         none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=working_dtype(q.dtype))
         return *(found[0] if found else none), kept
-    for border, (some_out, some_lse) in zip(layout.borders, found, strict=True):
-        out.index_copy_(1, border.queries, some_out)
-        lse.index_copy_(2, border.queries, some_lse)
+    outs, lses = zip(*found, strict=True) if found else ((), ())
+    copies.placed(out, outs, layout, lse, lses)
     return out, lse, kept
 
 
@@ -65,47 +65,38 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, job: HaloJo
     if layout.interior:
         dq, *grads = operators.backward(dout, given, out, lse, replace(job.request, part=layout.interior), job.backend)
     with beside:
-        answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
+        found = []
         for border, backend in job.borders:
             found.append(_border_backward(dout, given, out, lse, border, backend, job, received, padding))
-            places, rows = border.theirs
-            for n in (0, 1):  # each row once: no sum depends on chance
-                arrived = found[-1][n + 1].flatten(1, 2).index_select(1, places)
-                answer[:, n].index_add_(0, rows, arrived.transpose(0, 1))
+        answer = copies.answered(found, received, layout, lse.dtype)
         if layout.travels:
             answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
-        sums = _sums(found, answer, given, layout)
+        extra = _extra_sums(found, answer, given)
+        if not layout.interior:
+            grads = copies.added(None, found, answer, given.k, layout)
     if not layout.interior:
-        sums = [x.to(y.dtype) for x, y in zip(sums, given[1:], strict=True)]
-        return Tensors(found[0].q if found else torch.empty_like(given.q), *sums)
-    for border, more in zip(layout.borders, found, strict=True):
-        dq.index_copy_(1, border.queries, more.q)
-    for grad, more in zip(grads[:2], sums[:2], strict=True):
-        grad.index_copy_(1, layout.touched, grad.index_select(1, layout.touched).add_(more))
-    for grad, more in zip(grads[2:], sums[2:], strict=True):
+        extra = [x.to(y.dtype) for x, y in zip(extra, given[3:], strict=True)]
+        return Tensors(found[0].q if found else torch.empty_like(given.q), *grads, *extra)
+    copies.placed(dq, [more.q for more in found], layout)
+    grads[:2] = copies.added(grads[:2], found, answer, given.k, layout)
+    for grad, more in zip(grads[2:], extra, strict=True):
         grad.add_(more)
     return Tensors(dq, *grads)
 
 
-def _sums(found: list[Tensors], answer: Tensor, given: Tensors, layout: HaloLayout) -> list[Tensor]:
-    # Gradients of the touched rows of k and v, and of the extra keys, from the borders here and on other ranks.
-    shapes = [(len(x), len(layout.touched), *x.shape[2:]) if n < 2 else x.shape for n, x in enumerate(given[1:])]
-    sums = [answer.new_zeros(shape) for shape in shapes]
-    for border, more in zip(layout.borders, found, strict=True):
-        places, touched = border.own
-        for n in (0, 1):
-            sums[n].index_add_(1, touched, more[n + 1].index_select(1, places))
-            sums[n + 2] += more[n + 3]
-    for span, touched in layout.answers:
-        for n in (0, 1):
-            sums[n].flatten(1, 2).index_add_(1, touched, answer[span, n].transpose(0, 1))
+def _extra_sums(found: list[Tensors], answer: Tensor, given: Tensors) -> list[Tensor]:
+    # Gradients of the extra keys, from the borders here.
+    sums = [answer.new_zeros(x.shape) for x in given[3:]]
+    for more in found:
+        for total, own in zip(sums, more[3:], strict=True):
+            total += own
     return sums
 
 
 def _border_forward(
     given: Tensors, border: Border, backend: str, job: HaloJob, *received: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    framed, asked = _framed(given, border, job.request, *received)
+    framed, asked, *_ = _framed(given, border, job.request, *received)
     return operators.forward(framed, asked, backend)
 
 
@@ -113,18 +104,14 @@ def _border_backward(
     dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, border: Border, backend: str, job: HaloJob,
     *received: Tensor | None,
 ) -> Tensors:  # fmt: skip
-    framed, asked = _framed(given, border, job.request, *received)
-    if border.queries is not None:
-        dout, out = (x.index_select(1, border.queries) for x in (dout, out))
-        lse = lse.index_select(2, border.queries)
+    framed, asked, (dout, out), lse = _framed(given, border, job.request, *received, by_query=(dout, out), lse=lse)
     return operators.backward(dout, framed, out, lse, asked, backend)
 
 
 def _packed(k: Tensor, v: Tensor, job: HaloJob) -> list[Tensor]:
     # k and v (rows, 2, batch, head_dim) for other ranks, and whether they are padded (rows, batch) where that is asked.
-    mask, (rows, heads, _) = job.request.key_padding_mask, job.layout.rows
-    packed = [torch.stack([x.permute(1, 2, 0, 3)[rows, heads] for x in (k, v)], 1)]
-    return packed if mask is None else [*packed, mask.byte().T[rows]]
+    mask, sent = job.request.key_padding_mask, [copies.packed(k, v, job.layout)]
+    return sent if mask is None else [*sent, mask.byte().T[job.layout.rows[0]]]
 
 
 def _received(packed: list[Tensor], job: HaloJob) -> tuple[Tensor, Tensor | None]:
@@ -138,21 +125,16 @@ def _received(packed: list[Tensor], job: HaloJob) -> tuple[Tensor, Tensor | None
 
 
 def _framed(
-    given: Tensors, border: Border, request: Request, received: Tensor, padding: Tensor | None
-) -> tuple[Tensors, Request]:
-    # The queries of a border, with its frame for k and v.
+    given: Tensors, border: Border, request: Request, received: Tensor, padding: Tensor | None,
+    by_query: tuple[Tensor, ...] = (), lse: Tensor | None = None,
+) -> tuple[Tensors, Request, list[Tensor], Tensor | None]:  # fmt: skip
+    # The queries of a border with its frame for k and v, and what else is known of these queries.
     q, k, v, *extra = given
-    places, rows = border.theirs
-    frames = [x.index_select(1, border.filled) for x in (k, v)]
-    for n, frame in enumerate(frames):
-        by_head = frame.view(len(frame), -1, frame.shape[-1])
-        by_head.index_copy_(1, places, received[:, n].index_select(0, rows).transpose(0, 1))
-        if border.lacking is not None:  # a NaN in the row that stands there would reach its neighbours
-            by_head.index_fill_(1, border.lacking, 0.0)
+    frames, (q, *more), lse = copies.framed(k, v, received, border, (q, *by_query), lse)
     mask = request.key_padding_mask
     if mask is not None:
+        places, rows = border.theirs
         mask = mask.index_select(1, border.filled)
         mask[:, places // k.shape[2]] = padding[rows].bool().T
-    q = q if border.queries is None else q.index_select(1, border.queries)
     asked = replace(request, part=border.part, slots=border.slots, key_padding_mask=mask)
-    return Tensors(q, *frames, *extra), asked
+    return Tensors(q, *frames, *extra), asked, more, lse

@@ -23,6 +23,10 @@ class Border:
     own: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
     theirs: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; of those received
     lacking: Tensor | None  # rows of KV heads in the frame that are neither, which nobody sees; None for none
+    # The same as a kernel looks it up, which walks over where rows go.
+    frame: Tensor  # of each row of KV heads in the frame the shard's, or -2 - n for received row n, or -1 for none
+    touched: Tensor  # of each touched row of the shard the frame's, or -1
+    received: Tensor  # of each received row the row of KV heads in the frame, or -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,9 @@ class HaloLayout:
     sent: tuple[int, ...]  # how many to each rank
     received: tuple[int, ...]  # how many from each rank
     travels: bool  # whether any rank sends anything
+    # As a kernel looks it up.
+    packed: Tensor  # of each row sent the row of KV heads in the shard
+    returned: Tensor  # (rows of heads touched, columns): which of those sent each one is, rank after rank, or -1
 
     @cached_property
     def answers(self) -> tuple[tuple[slice, Tensor], ...]:
@@ -66,16 +73,23 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
         own_rows = places, torch.searchsorted(touched, at)
         theirs = _their_rows(plan, rank, frame)
         index = _slots(plan, frame), queries, filled, own_rows, theirs, _lacking(plan, len(frame), places, theirs[0])
+        own_places = torch.full((len(touched),), -1, device="cpu").index_copy_(0, own_rows[1], places)
+        their_places = torch.full((int(received.sum()),), -1, device="cpu").index_copy_(0, theirs[1], theirs[0])
+        index += _found_in_frame(plan, filled, places, theirs), own_places, their_places
         part = GridPart(slab.queries, slab.queries, slab.keys, in_float=True)
         borders.append(Border(part, *_on(index, device)))
+    kv_heads = len(plan.neighbourhoods)
+    returned = torch.searchsorted(touched, rows[:1]) * kv_heads + rows[1:]
     return HaloLayout(
         GridPart(own, inside, own) if inside else None,
         tuple(borders),
         touched.to(device),
-        torch.cat([rows, torch.searchsorted(touched, rows[:1]) * len(plan.neighbourhoods) + rows[1:]]).to(device),
+        torch.cat([rows, returned]).to(device),
         tuple(sent),
         tuple(received.tolist()),
         bool(plan.rows),
+        (rows[0] * kv_heads + rows[1]).to(device),
+        _columns(returned[0], len(touched) * kv_heads).to(device),
     )
 
 
@@ -111,6 +125,22 @@ def _lacking(plan: HaloPlan, rows: int, own: Tensor, theirs: Tensor) -> Tensor |
     held[own] = True
     lacking = (~held.flatten().index_fill_(0, theirs, True)).nonzero()[:, 0]
     return lacking if len(lacking) else None
+
+
+def _found_in_frame(plan: HaloPlan, filled: Tensor, own: Tensor, theirs: tuple[Tensor, Tensor]) -> Tensor:
+    heads = torch.arange(len(plan.neighbourhoods), device="cpu")
+    found = torch.full((len(filled), len(heads)), -1, device="cpu")
+    found[own] = filled[own, None] * len(heads) + heads
+    return found.flatten().index_copy_(0, theirs[0], -2 - theirs[1])
+
+
+def _columns(places: Tensor, count: int) -> Tensor:
+    # For each of so many places the numbers at which it occurs, in their order, and -1 where there are no more.
+    ordered, numbers = places.sort(stable=True)
+    column = torch.arange(len(places), device="cpu") - torch.searchsorted(ordered, ordered)
+    found = torch.full((count, int(column.max()) + 1 if len(places) else 0), -1, device="cpu")
+    found[ordered, column] = numbers
+    return found
 
 
 def _slots(plan: HaloPlan, frame: Tensor) -> Tensor | None:

@@ -26,8 +26,8 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.triton import copies, grid_launch
 from hilbert_lib.attention.triton import decode as decoding
-from hilbert_lib.attention.triton import grid_launch
 from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.arguments import CONFIGS
 from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
@@ -76,8 +76,14 @@ def compiled(kernel, types: dict, constants: dict, options: dict, architecture: 
     aligned = {
         (n,): [["tt.divisibility", 16]]
         for n, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or (name.startswith(STRIDES) and signature[name] != "constexpr")
+        if str(signature[name]).startswith("*") or (name.startswith(STRIDES) and signature[name] != "constexpr")
     }
+    # Numbers in a tuple are of the kinds that Triton makes of these.
+    for n, name in enumerate(kernel.arg_names):
+        if isinstance(numbers := types.get(name), tuple) and name not in constants:
+            signature[name] = tuple("constexpr" if x == 1 else "i32" for x in numbers)
+            constants |= {(n, place): 1 for place, x in enumerate(numbers) if x == 1}
+            aligned |= {(n, place): [["tt.divisibility", 16]] for place, x in enumerate(numbers) if not x % 16}
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     target = GPUTarget("cuda", architecture, 32)
     return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
@@ -142,6 +148,29 @@ def row_kernels() -> dict[str, tuple]:
     }
 
 
+def copy_kernels() -> dict[str, tuple]:
+    """What copies and sums rows of sixteen bits: gathers of two tensors and of lse, their way back, and a sum."""
+    starts, at, by_head = [], torch.arange(8), torch.arange(16)
+    copies.start = lambda make, *_, **__: starts.extend(make())
+    wholes, some = (torch.zeros(2, 1, n, 2, 128, dtype=torch.bfloat16) for n in (64, 8))
+    lse, some_lse = (torch.zeros(1, 2, n).transpose(1, 2)[..., None] for n in (64, 8))
+    moved = copies.Copy(some[0], wholes[0], at), copies.Copy(some_lse, lse, at)
+    other = torch.zeros(1, 16, 1, 128, dtype=torch.bfloat16)
+    copies.gather_rows([copies.Copy(some[1], wholes[1], by_head, other), *moved])
+    copies.scatter_rows(moved)
+    parts = [copies.Part(*torch.zeros(2, 1, 8, 2, 128), at)] * 2
+    answers = copies.Answers(torch.zeros(16, 2, 1, 128), torch.zeros(16, 3, dtype=torch.int64))
+    copies.sum_rows((wholes[0], wholes[1]), at, parts, answers)
+    found = {}
+    for name, each in zip(("gather", "scatter", "sum"), starts, strict=True):
+        arguments = dict(zip(each.kernel.arg_names, each.arguments, strict=False)) | each.named
+        constants = {x.name: arguments[x.name] for x in each.kernel.params if x.is_constexpr}
+        constants |= {name: None for name, x in arguments.items() if x is None}
+        types = {name: x if isinstance(x, tuple) else type_of(x) for name, x in arguments.items() if x is not None}
+        found[f"copies {name}"] = each.kernel, types, constants, {"num_warps": 4}
+    return found
+
+
 def described(block: list[int], dtype=gl.bfloat16) -> str:
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
@@ -202,7 +231,13 @@ def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[
 def type_of(x) -> str:
     if isinstance(x, TensorDescriptor):
         return described(x.block_shape)
-    kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1"}
+    kinds = {
+        torch.bfloat16: "*bf16",
+        torch.float32: "*fp32",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+        torch.bool: "*i1",
+    }
     return kinds[x.dtype] if isinstance(x, torch.Tensor) else "fp32" if isinstance(x, float) else "i32"
 
 
@@ -232,7 +267,7 @@ def hopper_kernels() -> dict[str, tuple]:
 
 def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
-    every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels()
+    every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels() | copy_kernels()
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
@@ -285,7 +320,7 @@ def facts(name: str, architecture: int) -> dict:
 
 # A forward and a backward of each file, which take seconds.
 SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "packed dkv 2 64", "decode one", "decode merge", "curve decode 2")
-SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16")
+SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "copies gather", "copies sum")
 SAMPLE += ("hopper forward 64 True False",)
 SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False")

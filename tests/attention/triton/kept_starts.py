@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from hilbert_lib import DilatedPattern, Neighbourhood
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.triton import grid_launch, launch, rows, schedule
+from hilbert_lib.attention.triton import copies, grid_launch, launch, rows, schedule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch as hopper_grid
 from hilbert_lib.ordering import Ordering
@@ -46,7 +46,7 @@ class Compiled:
         self.launch_metadata = lambda *_: None
         # Triton's own launcher, above what stands in for its C function.
         self.run = object.__new__(CudaLauncher)
-        descriptors = sum(kind.startswith("tensordesc") for kind in src.signature.values())
+        descriptors = str(src.signature).count("tensordesc")
         meta = {"swizzle": 1, "elem_size": 2, "elem_type": 0, "fp4_padded": False}
         metas = [meta | {"block_size": [self.function, n]} for n in range(descriptors)]
         vars(self.run).update(dict.fromkeys(("arg_annotations", "kernel_signature")), num_ctas=1)
@@ -162,6 +162,23 @@ def added(whole: tuple, at: tuple) -> None:
     rows.add_rows(torch.zeros(*whole, 2, 32), at, torch.ones(8, 1, 2, 32))
 
 
+def copied(*, back: bool = False) -> None:
+    """Of all heads of a row, of a row of heads each, and of lse."""
+    at, by_head = torch.arange(8), torch.arange(16)
+    wholes, some = (torch.zeros(3, 1, n, 2, 32, dtype=torch.bfloat16) for n in (64, 8))
+    lse, some_lse = (torch.zeros(1, 2, n).transpose(1, 2)[..., None] for n in (64, 8))
+    other = None if back else torch.zeros(1, 5, 1, 32, dtype=torch.bfloat16)
+    move = copies.scatter_rows if back else copies.gather_rows
+    own = copies.Copy(some[0], wholes[0], by_head, other)
+    move([own, copies.Copy(some[1], wholes[1], at), copies.Copy(some_lse, lse, at)])
+
+
+def summed() -> None:
+    at, answers = torch.arange(8), copies.Answers(torch.zeros(5, 2, 1, 32), torch.zeros(16, 3, dtype=torch.int64))
+    totals = torch.zeros(2, 1, 64, 2, 32, dtype=torch.bfloat16)
+    copies.sum_rows((totals[0], totals[1]), at, [copies.Part(*torch.zeros(2, 1, 8, 2, 32), at)], answers)
+
+
 def every_option() -> dict:
     tables = {"seed": torch.zeros(1, dtype=torch.int64), "inverse": torch.zeros(256, dtype=torch.int32)}
     return {"is_causal": True, "dropout_p": 0.5, "key_padding_mask": masked(2, 256), **tables}
@@ -177,7 +194,7 @@ if __name__ == "__main__":
     triton.knobs.runtime.jit_post_compile_hook = lambda **_: None  # Triton tells it each kernel's constants, as JSON
     JITFunction.run = bind
     torch.cuda.set_device = lambda _: None
-    for module in (launch, launch.decode, grid_launch, hopper_grid, rows):
+    for module in (launch, launch.decode, grid_launch, hopper_grid, rows, copies):
         module.start = start
     hopper_grid.multiprocessors = lambda _: 132
     passes = DilatedPattern((32, 64, 256), (1, 8, 64))
@@ -256,6 +273,9 @@ if __name__ == "__main__":
         thrice(f"kept merges {len(at)}", partial(merged, whole, at))
         thrice(f"kept sums {len(at)}", partial(added, whole, at))
     thrice("kept zeros", lambda: rows.add_zero_keys(*map(torch.zeros, ((1, 8, 2, 32), (1, 2, 8), (2, 1, 8)))))
+    thrice("kept copies", copied)
+    thrice("kept copies back", partial(copied, back=True))
+    thrice("kept sums of copies", summed)
     with noted("at the same addresses"):
         out, delta, *douts = torch.zeros(4, 1, 8, 2, 32)
         for stream[0], dout in zip([100] * 6 + [200] * 4, douts * 5, strict=True):

@@ -13,7 +13,7 @@ from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attenti
 from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.attention.request import Request
-from hilbert_lib.attention.triton import launch, merge
+from hilbert_lib.attention.triton import copies, launch, merge
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.rows import add_zero_keys
 from hilbert_lib.curves.coordinates import curve_coordinates, curve_index
@@ -204,6 +204,25 @@ def by_row():
         assert out.isfinite().all()
 
 
+def copied():
+    """Rows of several tensors and of lse, there and back, and sums of rows; tiles are not full."""
+    for dtype, head_dim in ((torch.float16, 64), (torch.float32, 40)):
+        x, other = (torch.randn(2, n, 3, head_dim, device=DEVICE, dtype=dtype) for n in (100, 30))
+        lse = torch.randn(2, 3, 100, device=DEVICE).transpose(1, 2)[..., None]
+        at, by_head = torch.randperm(100, device=DEVICE)[:37], torch.arange(-31, 80, device=DEVICE)
+        rows, some_lse = x.new_zeros(2, 37, 3, head_dim), torch.zeros(2, 37, 3, 1, device=DEVICE)
+        framed = copies.Copy(torch.zeros_like(rows), x, by_head, other[:, :, :1])
+        both = [copies.Copy(rows, x, at), copies.Copy(some_lse, lse, at)]
+        copies.gather_rows([framed, *both])
+        copies.scatter_rows(both)
+        part = copies.Part(*torch.randn(2, 2, 9, 3, head_dim, device=DEVICE), by_head[30:67] // 4)
+        answers = torch.randn(27, 2, 2, head_dim, device=DEVICE)
+        found = torch.arange(111, device=DEVICE)[:, None] // 4 - 1
+        copies.sum_rows((x, x.clone()), at, [part], copies.Answers(answers, found))
+        assert x.isfinite().all()
+        assert framed.dense.isfinite().all()
+
+
 def curve():
     """Cells and places, in grids of one leaf and of several; places in one whose tables have 64 bits."""
     for shape in ((13, 21), (40, 70), (5, 6, 7), (11, 12, 13)):
@@ -220,7 +239,7 @@ def race():
     race_kernel[(1,)](torch.ones(128, device=DEVICE, dtype=torch.int32), num_warps=4)
 
 
-CALLS = (plain, hopper, divided, boxes, decoding, grids, merging, by_row, curve, past_the_end, race)
+CALLS = (plain, hopper, divided, boxes, decoding, grids, merging, by_row, copied, curve, past_the_end, race)
 FAMILIES = {function.__name__: function for function in CALLS}
 
 if __name__ == "__main__":

@@ -245,6 +245,8 @@ def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
     wanted = {"curve decode 2": {"st.global.v2.b64"}, "curve decode 3": set()}
     for name, facts in some("curve ", 2, 4).items():
         assert wanted.get(name, {reads}) <= set(facts["instructions"]), name
+    for name, facts in some("copies ", 2, 3).items():
+        assert {reads, writes} <= set(facts["instructions"]), name
     for name, facts in some("rows ", 3, 6).items():
         assert {reads, writes} <= set(facts["instructions"]), name
         # A merged lse enters the backward: it must not lose digits to a GPU's approximations of exp and log.
@@ -350,7 +352,7 @@ def assert_kept(told: dict) -> None:
     kept = {name: [bound == 0 for _, bound, _ in calls] for name, calls in told.items()}
     kinds = "sequence", "several", "all options", "grid", "kept"
     repeated = [name for name, calls in kept.items() if name.startswith(kinds) and len(calls) == 3]
-    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 19
+    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 22
     assert kept.pop("one tensor as q, k and v") == [False, False, True, True], "the last has three, as calls before"
     assert kept.pop("at the same addresses") == [False] * 2 + [True] * 8
     assert kept.pop("precision") == [False, False, True, False], "the last is in tf32"

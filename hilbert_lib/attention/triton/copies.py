@@ -1,0 +1,245 @@
+"""Rows of several tensors, copied by index or summed by index, in one launch.
+
+Plain torch starts a kernel for each tensor, two or three where it takes the rows apart and puts them together. Tensors
+are (batch, rows, heads, head_dim), of any strides; a row of heads is one (row, head), by the number row * heads + head.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hilbert_lib.attention.triton.geometry import power_of_2
+from hilbert_lib.attention.triton.start import Start, start
+
+ELEMENTS = tl.constexpr(2048)  # of a tile: 16 a thread
+SLOTS = 6  # copies of one launch, and parts of one sum: a box has as many sides
+
+
+class Copy(NamedTuple):
+    """Rows of heads that lie one after the other in `dense`, in their order, and anywhere in `indexed`."""
+
+    dense: Tensor  # (batch, n, heads, head_dim), the last stride is 1
+    indexed: Tensor  # (batch, rows, heads, head_dim)
+    # int64: (n,) rows of `indexed`, all their heads in turn; or (n * heads,) rows of heads. Where these are read, -1 is
+    # zeros, and -2 - m is row m of `other`.
+    at: Tensor
+    other: Tensor | None = None  # (batch, rows, 1, head_dim)
+
+
+class Part(NamedTuple):
+    """What a sum adds to rows of k and of v, both contiguous (batch, rows, heads, head_dim)."""
+
+    k: Tensor
+    v: Tensor
+    # (n,) int64: for each row of the sum one of these, or -1 for none; a row of heads where the totals have one head.
+    at: Tensor
+
+
+class Answers(NamedTuple):
+    """What a sum adds to rows of heads after its parts."""
+
+    rows: Tensor  # (rows, 2, batch, head_dim), contiguous
+    at: Tensor  # (n * heads, columns) int64: for each row of heads some of these, one after the other, or -1 for none
+
+
+def gather_rows(copies: Sequence[Copy]) -> None:
+    """Fill `dense` of each copy."""
+    _copy_all(copies, is_scatter=False)
+
+
+def scatter_rows(copies: Sequence[Copy]) -> None:
+    """Write `dense` of each copy to `indexed`; no row is named twice."""
+    _copy_all(copies, is_scatter=True)
+
+
+def _copy_all(copies: Sequence[Copy], *, is_scatter: bool) -> None:
+    copies = [each for each in copies if each.dense.numel()]
+    for first in range(0, len(copies), SLOTS):
+        _copy_some(copies[first : first + SLOTS], is_scatter)
+
+
+def _copy_some(copies: Sequence[Copy], is_scatter: bool) -> None:
+    block_d = power_of_2(max(each.dense.shape[3] for each in copies))
+    named, tiles = {"SCATTER": is_scatter, "BLOCK_D": block_d}, 0
+    for n in range(SLOTS):
+        each = copies[n] if n < len(copies) else None
+        own = (None, None, None, None, None, 1) if each is None else (*each, _sizes(each), each.dense.shape[3])
+        names = ("dense", "indexed", "table", "other", "sizes", "HEAD_DIM")
+        named |= {f"{name}{n}": x for name, x in zip(names, own, strict=True)}
+        if each is not None:
+            _, n_rows, heads, head_dim = each.dense.shape
+            tiles += _tiles(n_rows * heads, block_d if head_dim > 1 else 1)
+    dense, grid = named.pop("dense0"), (tiles, copies[0].dense.shape[0])
+    tensors = tuple(x for each in copies for x in each)
+    start(lambda: [Start(copy_kernel, grid, (dense,), named)], tensors, copy_kernel, is_scatter)
+
+
+def _sizes(copy: Copy) -> tuple[int, ...]:
+    # Rows of heads and heads of `dense`; then, for each of the tensors, what `_copy` multiplies by.
+    dense, indexed, at, other = copy
+    _, n, heads, _ = dense.shape
+    by_row = at.numel() == n and heads == indexed.shape[2]  # then all heads of a row have its number
+    table = (1, 0) if by_row else (heads, 1)
+    steps = (1, 0, indexed.stride(2)) if by_row else (indexed.shape[2], indexed.stride(2), 0)
+    others = (0, 0, 0) if other is None else (other.stride(0), other.stride(1), other.stride(3))
+    own = indexed.stride(0), indexed.stride(1), indexed.stride(3)
+    return n * heads, heads, *table, *dense.stride()[:3], *own, *steps, *others
+
+
+def _tiles(rows: int, block_d: int) -> int:
+    return triton.cdiv(rows, ELEMENTS.value // block_d)
+
+
+def sum_rows(
+    totals: tuple[Tensor, Tensor], at: Tensor | None, parts: Sequence[Part], answers: Answers | None = None
+) -> None:
+    """Sum rows of k and v in one order, and round once: of the parts, the answers, and what stands in the totals.
+
+    totals: (batch, rows, heads, head_dim), of any strides but the last one, which is 1. at: (n,) int64, the rows that
+    are added to, none twice; or None where the totals are all rows and have no values yet. Parts and answers are of one
+    dtype, that of the sums.
+    """
+    total = totals[0]
+    batch, rows, heads, head_dim = total.shape
+    rows = rows if at is None else len(at)
+    if not rows:
+        return
+    named = {"total_v": totals[1], "places": at, "HEAD_DIM": head_dim, "BLOCK_D": power_of_2(head_dim)}
+    lengths = [part.k.shape[1] * part.k.shape[2] for part in parts] + [0] * (SLOTS - len(parts))
+    for n in range(SLOTS):
+        own = parts[n] if n < len(parts) else (None, None, None)
+        named |= {f"{name}{n}": x for name, x in zip(("k", "v", "table"), own, strict=True)}
+    found, columns = answers or (None, None)
+    named |= {"answers": found, "columns": columns, "count": 0 if columns is None else columns.shape[1]}
+    named |= {"sizes": (rows * heads, heads, batch, *total.stride()[:3]), "lengths": tuple(lengths)}
+    named["like"] = parts[0].k if parts else found
+    tensors = *totals, at, *(x for part in parts for x in part), found, columns
+    grid = (_tiles(rows * heads, named["BLOCK_D"]), batch)
+    start(lambda: [Start(sum_kernel, grid, (total,), named)], tensors, sum_kernel)
+
+
+@triton.jit
+def copy_kernel(
+    dense0, indexed0, table0, other0, sizes0, dense1, indexed1, table1, other1, sizes1,
+    dense2, indexed2, table2, other2, sizes2, dense3, indexed3, table3, other3, sizes3,
+    dense4, indexed4, table4, other4, sizes4, dense5, indexed5, table5, other5, sizes5,
+    SCATTER: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM0: tl.constexpr, HEAD_DIM1: tl.constexpr,
+    HEAD_DIM2: tl.constexpr, HEAD_DIM3: tl.constexpr, HEAD_DIM4: tl.constexpr, HEAD_DIM5: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of heads of one of the copies."""
+    tile = _copy(tl.program_id(0), dense0, indexed0, table0, other0, sizes0, SCATTER, HEAD_DIM0, BLOCK_D)
+    if dense1 is not None:
+        tile = _copy(tile, dense1, indexed1, table1, other1, sizes1, SCATTER, HEAD_DIM1, BLOCK_D)
+    if dense2 is not None:
+        tile = _copy(tile, dense2, indexed2, table2, other2, sizes2, SCATTER, HEAD_DIM2, BLOCK_D)
+    if dense3 is not None:
+        tile = _copy(tile, dense3, indexed3, table3, other3, sizes3, SCATTER, HEAD_DIM3, BLOCK_D)
+    if dense4 is not None:
+        tile = _copy(tile, dense4, indexed4, table4, other4, sizes4, SCATTER, HEAD_DIM4, BLOCK_D)
+    if dense5 is not None:
+        tile = _copy(tile, dense5, indexed5, table5, other5, sizes5, SCATTER, HEAD_DIM5, BLOCK_D)
+
+
+@triton.jit
+def _copy(
+    tile, dense, indexed, table, other, sizes, SCATTER: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copies a tile if it is one of this copy's; gives its number among those of the copies that follow."""
+    BLOCK_D: tl.constexpr = BLOCK if HEAD_DIM > 1 else 1
+    BLOCK_M: tl.constexpr = ELEMENTS // BLOCK_D
+    (
+        rows, heads, table_row, table_head, dense_batch, dense_row, dense_head, own_batch, own_row, own_dim,
+        own_heads, own_head, all_heads, other_batch, other_row, other_dim,
+    ) = sizes  # fmt: skip
+    tiles = tl.cdiv(rows, BLOCK_M)
+    if (tile >= 0) & (tile < tiles):
+        b = tl.program_id(1).to(tl.int64)
+        number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        exists = number < rows  # [BLOCK_M]
+        row, head = number // heads, number % heads  # [BLOCK_M] each
+        found = tl.load(table + row * table_row + head * table_head, mask=exists, other=-1).to(tl.int32)  # [BLOCK_M]
+        found_row, found_head = (found // own_heads).to(tl.int64), (found % own_heads).to(tl.int64)  # [BLOCK_M] each
+        row, head, found = row.to(tl.int64), head.to(tl.int64), found.to(tl.int64)  # [BLOCK_M] each
+        dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+        is_own = inside & (found >= 0)[:, None]  # [BLOCK_M, BLOCK_D]
+        dense_at = dense + (b * dense_batch + row * dense_row + head * dense_head)[:, None] + dims  # [BLOCK_M, BLOCK_D]
+        place = found_row * own_row + found_head * own_head + head * all_heads  # [BLOCK_M]
+        indexed_at = indexed + (b * own_batch + place)[:, None] + dims * own_dim  # [BLOCK_M, BLOCK_D]
+        if SCATTER:
+            tl.store(indexed_at, tl.load(dense_at, mask=inside, other=0.0), mask=inside)
+        else:
+            tl.store(dense_at, tl.load(indexed_at, mask=is_own, other=0.0), mask=is_own)
+            if other is not None:
+                other_at = (
+                    other + (b * other_batch - (found + 2) * other_row)[:, None] + dims * other_dim
+                )  # [BLOCK_M, BLOCK_D]
+                more = tl.load(other_at, mask=inside & (found < -1)[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
+                tl.store(dense_at, more, mask=inside & (found < 0)[:, None])
+    return tile - tiles
+
+
+@triton.jit
+def sum_kernel(
+    total, total_v, places, like, k0, v0, table0, k1, v1, table1, k2, v2, table2, k3, v3, table3, k4, v4, table4,
+    k5, v5, table5, answers, columns, count, sizes, lengths, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of heads of the sums of k and of v, added in the dtype of `like`."""
+    BLOCK_M: tl.constexpr = ELEMENTS // BLOCK_D
+    rows, heads, batch, total_batch, total_row, total_head = sizes
+    number = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    exists = number < rows  # [BLOCK_M]
+    for n in tl.static_range(2):
+        acc = tl.zeros([BLOCK_M, BLOCK_D], like.dtype.element_ty)  # [BLOCK_M, BLOCK_D]
+        if table0 is not None:
+            acc = _plus(
+                acc, k0 if n == 0 else v0, table0, lengths[0], heads, number, exists, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_M, BLOCK_D]
+        if table1 is not None:
+            acc = _plus(
+                acc, k1 if n == 0 else v1, table1, lengths[1], heads, number, exists, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_M, BLOCK_D]
+        if table2 is not None:
+            acc = _plus(
+                acc, k2 if n == 0 else v2, table2, lengths[2], heads, number, exists, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_M, BLOCK_D]
+        if table3 is not None:
+            acc = _plus(
+                acc, k3 if n == 0 else v3, table3, lengths[3], heads, number, exists, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_M, BLOCK_D]
+        if table4 is not None:
+            acc = _plus(
+                acc, k4 if n == 0 else v4, table4, lengths[4], heads, number, exists, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_M, BLOCK_D]
+        if table5 is not None:
+            acc = _plus(
+                acc, k5 if n == 0 else v5, table5, lengths[5], heads, number, exists, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_M, BLOCK_D]
+        b, dims = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)  # scalar, [BLOCK_D]
+        if columns is not None:
+            for column in range(count):
+                found = tl.load(columns + number.to(tl.int64) * count + column, mask=exists, other=-1)  # [BLOCK_M]
+                answers_at = answers + (((found * 2 + n) * batch + b) * HEAD_DIM)[:, None] + dims  # [BLOCK_M, BLOCK_D]
+                acc += tl.load(answers_at, mask=(found >= 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        row, head = (number // heads).to(tl.int64), (number % heads).to(tl.int64)  # [BLOCK_M] each
+        if places is not None:
+            row = tl.load(places + row, mask=exists, other=0)  # [BLOCK_M]
+        whole = total if n == 0 else total_v
+        at = whole + (b * total_batch + row * total_row + head * total_head)[:, None] + dims  # [BLOCK_M, BLOCK_D]
+        inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+        if places is not None:
+            acc += tl.load(at, mask=inside, other=0.0).to(acc.dtype)
+        tl.store(at, acc.to(whole.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _plus(acc, part, table, length, heads, number, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sum and a part's rows, where it has them."""
+    found = tl.load(table + number // heads, mask=exists, other=-1)  # [BLOCK_M]
+    place = tl.program_id(1).to(tl.int64) * length + found * heads + number % heads  # [BLOCK_M]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    mask = (found >= 0)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    return acc + tl.load(part + (place * HEAD_DIM)[:, None] + dims, mask=mask, other=0.0)
