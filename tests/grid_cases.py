@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from oracle import weighted
 from torch import Tensor
 
-from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
+from hilbert_lib import Neighbourhood, Ordering, Union, neighbourhood_attention
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.patterns.neighbourhood import EDGES
+from hilbert_lib.patterns.neighbourhood import EDGES, HeadNeighbourhoods
 
 # shape, window, dilation, stride, is_causal, edge
 RULES = {
@@ -32,6 +32,12 @@ RULES = {
     "volume, dilated": ((6, 5, 7), (3, 1, 3), (2, 1, 2), 1, (True, False, False), "clip"),
     "alone": ((6, 4), (1, 4), 1, 1, False, "shift"),
     "volume, small": ((1, 1, 3), (1, 1, 2), 1, 1, False, "shift"),
+}
+# Several neighbourhoods in one softmax.
+UNIONS = {
+    "near and far": (RULES["plane"], ((9, 12), (3, 4), (3, 2), 1, False, ("clip", "shift"))),
+    "round and causal": (RULES["plane, wrapped"], ((8, 12), (5, 3), 1, (2, 1), (True, False), "clip")),
+    "a line three times": (RULES["line"], ((23,), 3, 2, 1, True, "clip"), RULES["line"]),
 }
 # The options of a neighbourhood by themselves: axes, edge, is_causal, stride, dilation.
 OPTIONS = ((1, 2, 3), EDGES, (False, True), (1, 2), (1, 2))
@@ -86,8 +92,15 @@ def in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", marked, ids=lambda case: "-".join(map(str, case)))
 
 
-def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:
-    """One for all heads or, where heads are "windows" or `GROUPED_WINDOWS`, one for each."""
+def shape_of(rules: str | tuple) -> tuple[int, ...]:
+    return UNIONS[rules][0][0] if rules in UNIONS else RULES.get(rules, rules)[0]
+
+
+def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...] | Union:
+    """One for all heads or, where heads are "windows" or `GROUPED_WINDOWS`, one for each; or a union of such."""
+    if rules in UNIONS:
+        each = (neighbourhoods(own, heads) for own in UNIONS[rules])
+        return Union(tuple(HeadNeighbourhoods(own) if isinstance(own, tuple) else own for own in each))
     near = Neighbourhood(*RULES.get(rules, rules))
     if heads not in ("windows", GROUPED_WINDOWS):
         return near
@@ -144,18 +157,25 @@ def mask_of(near: Neighbourhood) -> Tensor:
     return reduce(torch.kron, axes)  # whoever sees along every axis; the last one's cells follow each other
 
 
+def times_seen(near, head: int) -> Tensor:
+    """How many times each query of a KV head sees each key: (queries, keys) float64."""
+    if isinstance(near, Union):
+        return sum(times_seen(own, head) for own in near.patterns)
+    each = near.by_head if isinstance(near, HeadNeighbourhoods) else near
+    return mask_of(each[head] if isinstance(each, tuple) else each).double()
+
+
 def dense(q, k, v, extra_k, extra_v, near, scale, padding=None, extra_padding=None) -> tuple[Tensor, Tensor]:
     """out and lse by one masked softmax in float64, differentiable; tokens row by row."""
     batch, seq, heads, _ = q.shape
-    each = near if isinstance(near, tuple) else (near,) * k.shape[2]
     group = heads // k.shape[2]
-    mask = torch.stack([mask_of(one) for one in each for _ in range(group)])
-    mask = torch.cat([mask, torch.ones(heads, seq, extra_k.shape[1], dtype=torch.bool)], 2)[None].repeat(batch, 1, 1, 1)
+    times = torch.stack([times_seen(near, head) for head in range(k.shape[2]) for _ in range(group)])
+    times = torch.nn.functional.pad(times, (0, extra_k.shape[1]), value=1.0)[None].repeat(batch, 1, 1, 1)
     for at, hidden in ((0, padding), (seq, extra_padding)):
         if hidden is not None:
-            mask[..., at : at + hidden.shape[1]] &= ~hidden[:, None, None]
+            times[..., at : at + hidden.shape[1]] *= ~hidden[:, None, None]
     keys, values = (torch.cat(pair, 1).repeat_interleave(group, 2) for pair in ((k, extra_k), (v, extra_v)))
-    return weighted(q, keys, values, mask.double(), scale)
+    return weighted(q, keys, values, times, scale)
 
 
 def exactly(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> tuple[Tensor, Tensor]:
@@ -173,7 +193,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> Tensor:
 def expected(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int) -> tuple:
     """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
     near = neighbourhoods(rules, heads)
-    shape = RULES.get(rules, rules)[0]
+    shape = shape_of(rules)
     batch, count, kv_heads = (2, 4, 2) if heads == GROUPED_WINDOWS else HEADS[heads]
     generator = torch.Generator().manual_seed(0)
 

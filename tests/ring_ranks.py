@@ -16,14 +16,15 @@ from interpreted import confine, hasten
 from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib.attention import merge, operators
-from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.attention.api import attend, dilated_attention
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request, working_dtype
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
-from hilbert_lib.ring.attention import ring_dilated_attention
+from hilbert_lib.patterns.union import Union
+from hilbert_lib.ring.attention import ring_attend, ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
 from hilbert_lib.ring.rank import exchange, local
 
@@ -159,14 +160,15 @@ def device() -> torch.device:
 
 
 def compare(
-    branches: str, lengths: list[int], heads: int, transport: str, *, kv_heads: int | None = None, batch: int = 2,
+    branches: str | list[str], lengths: list[int], heads: int, transport: str, *, kv_heads: int | None = None, batch: int = 2,
     head_dim: int = 8, offsets: str = "head", mixing: str = "softmax", padding: str = "none", dtype: str = "float32",
     ordering: str = "none", padded: bool = False, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, backend: str = "auto", by_kernel: bool = False, **planning,
 ) -> dict:  # fmt: skip
     """For output, lse and gradients: squared error of this rank's rows and of one process's, against float64.
 
-    With by_kernel rows are merged and added by the kernels of a GPU, interpreted where there is none.
+    Several names of branches are a union. With by_kernel rows are merged and added by the kernels of a GPU, interpreted
+    where there is none.
     """
     start = sum(lengths[: dist.get_rank()])
     rows = slice(start, start + lengths[dist.get_rank()])
@@ -175,17 +177,26 @@ def compare(
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     mask = (torch.rand(shapes[0][:2], generator=generator) < 0.3).to(device()) if padded else None
     q, k, v, dout = (x.to(getattr(torch, dtype)).to(device()) for x in drawn)
-    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing, padding=padding)
+    rules = {"offsets": offsets, "mixing": mixing, "padding": padding}
+    if isinstance(branches, str):
+        pattern, on_one, on_ranks = (
+            DilatedPattern(*BRANCHES[branches], **rules),
+            dilated_attention,
+            ring_dilated_attention,
+        )
+    else:
+        pattern = Union(tuple(DilatedPattern(*BRANCHES[each], **rules) for each in branches))
+        on_one, on_ranks = attend, ring_attend
     options = {"is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
 
-    whole = partial(dilated_attention, pattern=pattern, key_padding_mask=mask, **options)
+    whole = partial(on_one, pattern=pattern, key_padding_mask=mask, **options)
     exact = results(partial(whole, backend="reference"), [x.double() for x in (q, k, v)], dout.double())
     one = results(partial(whole, backend="eager" if dropout_p else "auto"), (q, k, v), dout)
     spec = SPECS[ordering]
     order = spec.ordering(rows.stop - start) if spec and rows.stop > start else None
     own = {"key_padding_mask": None if mask is None else mask[:, rows], "kv_ordering": spec}
     own |= {"transport": transport, "backend": backend}
-    call = partial(ring_dilated_attention, pattern=pattern, **own, **options, **planning)
+    call = partial(on_ranks, pattern=pattern, **own, **options, **planning)
     shards = [x[:, rows] for x in (q, k, v)]
     if order:
         shards[1:] = [order.apply(x, dim=1) for x in shards[1:]]

@@ -3,7 +3,7 @@
 from math import prod
 
 from allpairspy import AllPairs
-from grid_cases import HEADS, MORE, RULES
+from grid_cases import HEADS, MORE, RULES, shape_of
 
 # By the number of ranks and of axes: uneven, empty and thin parts, whose windows reach past their neighbours.
 CUT = {
@@ -66,6 +66,26 @@ HALOS[3][-1] |= {"backend": "triton"}
 HALOS[8] += [
     {"rules": "line", "heads": "windows", "shards": CUT[8, 1], "more": "extra and padding", "backend": "triton"}
 ]
+# Several neighbourhoods in one softmax, whose halos differ.
+JOINED = {
+    2: [
+        ("near and far", "grouped", "cut", "extra and padding", "float64"),
+        ("round and causal", "windows", "cut", "extra", "float32"),
+        ("near and far", "one", "strips", "nothing", "bfloat16"),
+        ("a line three times", "grouped", "hilbert", "extra and padding", "float32"),
+    ],
+    4: [
+        ("near and far", "windows", "random", "extra and padding", "float64"),
+        ("round and causal", "grouped", "cut", "padding", "float32"),
+        ("a line three times", "one", "cut", "extra and padding", "float64"),
+    ],
+}
+for ranks, cases in JOINED.items():
+    HALOS[ranks] += [
+        {"rules": rules, "heads": heads, "shards": spread(kind, shape_of(rules), ranks), "more": more, "dtype": dtype}
+        | {"backend": "reference" if dtype == "float64" else "auto"}
+        for rules, heads, kind, more, dtype in cases
+    ]
 # On GPUs alone: there the whole of a rank's work is compiled kernels, beside an exchange on a stream of its own.
 _LARGE = AllPairs([list(LARGE_RULES), ["even", "strips", "hilbert"], ["float32", "bfloat16"], ["nothing", MORE[-1]]])
 _LARGE = [(rules, kind, {"dtype": dtype, "more": more, "head_dim": 64}) for rules, kind, dtype, more in _LARGE]

@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from grid_cases import ORDERS, RULES, SCALE, expected
+from grid_cases import ORDERS, RULES, SCALE, expected, shape_of
 from halo_cases import LARGE_RULES
 from ring_costs import counted_and_planned, with_peak
 from ring_ranks import NoGradient, device, noting, said_by, squared_error
 
-from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
+from hilbert_lib import Neighbourhood, Ordering, Union, attend, neighbourhood_attention, ring_attend
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Tensors
@@ -38,7 +38,7 @@ def compare(
     dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
     near, given, dout, masks, *truth = expected(rules, heads, more, dtype, head_dim)
     truth = [truth[0], truth[1].transpose(1, 2), *truth[2]]
-    shape = RULES.get(rules, rules)[0]
+    shape, is_union = shape_of(rules), isinstance(near, Union)
     spread = shards_of(shape, **shards)
     rows = spread.cells(shape, dist.get_rank())
     scale = SCALE * head_dim**-0.5
@@ -57,8 +57,8 @@ def compare(
         grads = torch.autograd.grad((out * dout[:, own].to(device())).sum(), wanted)
         return [x.cpu() for x in (out.detach(), lse.transpose(1, 2), *grads)]
 
-    one = run(neighbourhood_attention, slice(None))
-    mine = run(partial(ring_neighbourhood_attention, shards=spread), rows)
+    one = run(attend if is_union else neighbourhood_attention, slice(None))
+    mine = run(partial(ring_attend if is_union else ring_neighbourhood_attention, shards=spread), rows)
     found = {}
     for name, own, single, right in zip(NAMES, mine, one, truth, strict=False):
         assert own.dtype == single.dtype, name

@@ -28,7 +28,7 @@ ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
 
 
-def given(branches: str, lengths: list[int], transport: str, **options) -> dict:
+def given(branches: str | list[str], lengths: list[int], transport: str, **options) -> dict:
     """What is compared, of three KV heads with two heads each unless told."""
     return {"branches": branches, "lengths": lengths, "transport": transport, "heads": 6, "kv_heads": 3, **options}
 
@@ -51,6 +51,9 @@ COMPARED = {
         given("uneven", [20, 17], "ring", ordering="hilbert", batch=1, by_kernel=True),
         given("uneven", [20, 17], "all_gather", ordering="hilbert", batch=2, by_kernel=True),
         given("uneven", [20, 17], "all_to_all", ordering="hilbert", batch=1, by_kernel=True),
+        given(["longer", "uneven"], [20, 17], "ring", ordering="hilbert", padded=True, is_causal=True),
+        given(["longer", "aligned"], [20, 17], "all_to_all", dtype="bfloat16"),
+        given(["uneven", "longer"], [20, 17], "all_gather", dropout_p=0.3, backend="reference", is_causal=True),
     ],
     3: [
         *(  # of pattern, transport and is_causal every pair
@@ -92,6 +95,10 @@ COMPARED = {
         ),
         given("aligned", [8, 8, 8, 8], "all_to_all", kv_heads=6, backend="eager"),
         given("longer", [5, 5, 5, 5], "auto", heads=8, kv_heads=8, dropout_p=0.3),
+        # Rows that are in no branch, keys that count twice, a rank without rows.
+        given(["sparse", "sparse"], [12, 16, 0, 8], "ring", dtype="float64", is_causal=True, **FOUR),
+        given(["longer", "uneven", "sparse"], [5, 16, 4, 8], "auto", mixing="head_groups", **FOUR)
+        | {"dropout_p": 0.3, "offsets": "branch"},
     ],
     8: [  # started by `make test-all` and on GPUs alone
         given("longer", [5] * 7 + [2], "ring", heads=8, kv_heads=8, dtype="bfloat16"),
@@ -103,6 +110,7 @@ FLEX = [
     for *how, is_causal in (
         *(("longer", [20, 17], "all_gather", False), ("sparse", [20, 17], "ring", True)),
         *(("uneven", [20, 17], "all_to_all", False), ("uneven", [20, 17], "all_to_all", True)),
+        (["aligned", "longer"], [32, 32], "ring", False),  # of which one pattern is inside the ranks
     )
 ]
 # Of pattern, transport and options every pair, on two ranks and on three; all triples on both together but a third.
