@@ -160,10 +160,10 @@ def device() -> torch.device:
 
 
 def compare(
-    branches: str | list[str], lengths: list[int], heads: int, transport: str, *, kv_heads: int | None = None, batch: int = 2,
-    head_dim: int = 8, offsets: str = "head", mixing: str = "softmax", padding: str = "none", dtype: str = "float32",
-    ordering: str = "none", padded: bool = False, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, backend: str = "auto", by_kernel: bool = False, **planning,
+    branches: str | list[str], lengths: list[int], heads: int, transport: str, *, kv_heads: int | None = None,
+    batch: int = 2, head_dim: int = 8, offsets: str = "head", mixing: str = "softmax", padding: str = "none",
+    dtype: str = "float32", ordering: str = "none", padded: bool = False, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, backend: str = "auto", by_kernel: bool = False, **planning,
 ) -> dict:  # fmt: skip
     """For output, lse and gradients: squared error of this rank's rows and of one process's, against float64.
 

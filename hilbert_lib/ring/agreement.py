@@ -104,10 +104,11 @@ def _difference(asked: dict[int, tuple[str | None, dict[str, str]]]) -> str:
     if refusals:
         return "; ".join(refusals)
     differing = []
-    for name in next(iter(asked.values()))[1]:
+    names = dict.fromkeys(name for _, request in asked.values() for name in request)  # kinds of pattern have their own
+    for name in names:
         ranks: dict[str, list[str]] = {}
         for rank, (_, request) in asked.items():
-            ranks.setdefault(request[name], []).append(str(rank))
+            ranks.setdefault(request.get(name, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
             sides = "; ".join(f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
             differing.append(f"{name} must be the same on all ranks, got {sides}")

@@ -25,6 +25,7 @@ from hilbert_lib import (
     explain_backend,
     gather,
     neighbourhood_attention,
+    ring_attend,
     ring_dilated_attention,
     ring_neighbourhood_attention,
     shard,
@@ -163,7 +164,7 @@ def test_a_leaf_of_a_tracer_is_one_node():
 
 
 SCRIPTED = [dilated_attention, neighbourhood_attention, explain_backend, ring_dilated_attention, curve_index]
-SCRIPTED += [ring_neighbourhood_attention, shard, gather]
+SCRIPTED += [ring_attend, ring_neighbourhood_attention, shard, gather]
 
 
 @pytest.mark.parametrize("function", SCRIPTED, ids=lambda each: each.__name__)

@@ -91,6 +91,7 @@ def count_bytes(rules: str, heads: str, shards: dict, *, padded: bool = False) -
 
 
 NEAR = Neighbourhood((8, 6), (3, 5))
+EXCHANGE = "send", "compute"
 
 
 def inputs(rows: int | None = None, **options) -> list[torch.Tensor]:
@@ -155,6 +156,33 @@ def promises() -> dict:
     alone = inputs(48)
     one = ring_neighbourhood_attention(*alone, NEAR, ordering=order, group=groups[rank])
     found["one rank is the plain function"] = torch.equal(one, neighbourhood_attention(*alone, NEAR, ordering=order))
+    return found
+
+
+def promises_of_a_union() -> dict:
+    """Of `ring_attend` with two neighbourhoods: what is true by promise."""
+    found, rank = {}, dist.get_rank()
+    both = Union((NEAR, Neighbourhood((8, 6), 3, dilation=(1, 2))))
+    q, k, v = inputs()
+    places = [(operators, "forward", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
+    with noting(places) as events:
+        out = ring_attend(q, k, v, both)
+    found["one agreement, as the first begins"] = events == ["compute", "agree", *EXCHANGE, "compute", *EXCHANGE]
+    again = ring_attend(q, k, v, both, validate=False)
+    found["without validation it gives the same bits"] = torch.equal(out, again)
+    grads = [torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (out, again)]
+    found["gradients are the same bits again"] = all(map(torch.equal, *grads))
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    found["no second derivative"] = "ring_attend can be differentiated once" in said_by(dq.sum().backward)
+    one = ring_attend(q, k, v, Union((NEAR,)))
+    found["of one it is this one"] = torch.equal(one, ring_neighbourhood_attention(q, k, v, NEAR))
+    nothing = ring_attend(*(x[:0] for x in (q, k, v)), both)
+    found["a batch of none gives none"] = list(nothing.shape) == [0, 24, 2, 4]
+    said = said_by(ring_attend, q, k, v, both if rank else NEAR)
+    found["who asks for another is named"] = "on rank 0" in said and "Union(" in said
+    groups, alone = [dist.new_group([each]) for each in range(dist.get_world_size())], inputs(48)
+    whole = ring_attend(*alone, both, group=groups[rank])
+    found["one rank is attend"] = torch.equal(whole, attend(*alone, both))
     return found
 
 

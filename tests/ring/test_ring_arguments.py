@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import oracle
 import pytest
@@ -13,12 +15,21 @@ from thread_ranks import run_threads
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hilbert_lib import Neighbourhood, Ordering, Rectangles, RingNeighbourhoodAttention, ring_neighbourhood_attention
+from hilbert_lib import (
+    Neighbourhood,
+    Ordering,
+    Rectangles,
+    RingNeighbourhoodAttention,
+    Union,
+    ring_attend,
+    ring_neighbourhood_attention,
+)
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.ring import agreement, attention
 from hilbert_lib.ring import module as modules
 from hilbert_lib.ring.agreement import Agreement
@@ -59,6 +70,28 @@ def grid_module(neighbourhood=NEAR, **options):
     RingNeighbourhoodAttention(neighbourhood, **options)
 
 
+NEAR_AND_FAR = Union((NEAR, Neighbourhood((8, 2), (3, 1), dilation=(2, 1))))
+SPREAD = Union((DilatedPattern((4,), (1,)), DilatedPattern((8,), (2,))))
+
+
+@dataclass(frozen=True)
+class Band(Pattern):
+    """A pattern of one's own."""
+
+    kind: ClassVar[str] = "ring_band"
+
+    width: int
+
+
+def of_any(pattern=NEAR_AND_FAR, **options):
+    """On a grid without a message, for which there are no ranks."""
+    ring_attend(X, X, X, pattern, validate=False, **options)
+
+
+def of_any_on_one(pattern=SPREAD, **options):
+    ring_attend(X, X, X, pattern, group=dist.new_group([0]), **options)
+
+
 def on_one(**options):
     call(group=dist.new_group([0]), **options)
 
@@ -81,6 +114,12 @@ TYPES = [
     (lambda: on_grid(order=None), "ring_neighbourhood_attention has no argument 'order'; did you mean 'ordering'"),
     (lambda: grid_module(("window",)), "neighbourhood must be a Neighbourhood"),
     (lambda: grid_module(backend=1), "backend must be a string"),
+    (lambda: of_any_on_one(Band(3)), "pattern must be a DilatedPattern, a Neighbourhood or a Union of .*, got Band"),
+    (lambda: of_any_on_one(Union((SPREAD, Band(3)))), "pattern must be a DilatedPattern, .*, got Band"),
+    (lambda: of_any_on_one(3), "pattern must be a DilatedPattern or a Neighbourhood, got int"),
+    (lambda: of_any(order=None), "ring_attend has no argument 'order'; did you mean 'ordering'"),
+    (lambda: call(shards=None), "ring_dilated_attention has no argument 'shards'"),
+    (lambda: on_grid(transport="auto"), "ring_neighbourhood_attention has no argument 'transport'"),
     (lambda: shard("x"), "x must be a tensor, got str"),
     (lambda: gather("x"), "x must be a tensor, got str"),
 ]
@@ -102,6 +141,26 @@ VALUES = [
     (lambda: on_grid(extra_padding_mask=torch.ones(1, 2).bool()), "extra_padding_mask must be None where extra_k is"),
     (lambda: grid_module(shards=Rectangles((4,))), "parts must have one for each of the 2 axes"),
     (lambda: grid_module(backend="fast"), "backend must be one of auto, .*got 'fast'"),
+]
+ONE_ORDER = Ordering.linear(16)
+# What the kind of pattern does not take.
+VALUES += [
+    (lambda: of_any(transport="ring"), "transport must be left out for a Union, got 'ring'"),
+    (lambda: of_any(NEAR, transport="ring"), "transport must be left out for a Neighbourhood, got 'ring'"),
+    (lambda: of_any(weights=(1, 1, 1, 1)), r"weights must be left out for a Union, got \(1, 1, 1, 1\)"),
+    (lambda: of_any(memory_limit=2**30), "memory_limit must be left out for a Union, got 1073741824"),
+    (lambda: of_any(is_causal=True), "is_causal must be left out for a Union, got True"),
+    (lambda: of_any(dropout_p=0.1), "dropout_p must be left out for a Union, got 0.1"),
+    (lambda: of_any(kv_ordering=OrderingSpec("hilbert")), "kv_ordering must be left out for a Union, got OrderingSpec"),
+    (lambda: of_any(backend="flex"), "backend='flex' .*computes no part of a grid"),
+    (lambda: of_any_on_one(shards=Rectangles((1,))), "shards must be left out for a Union, got Rectangles"),
+    (lambda: of_any_on_one(ordering=ONE_ORDER), "ordering must be left out for a Union, got Ordering"),
+    (lambda: of_any_on_one(extra_k=X, extra_v=X), "extra_k must be left out for a Union, got a tensor of shape"),
+    (
+        lambda: of_any_on_one(memory_limit=2**30),
+        "memory_limit must be None for a Union, whose patterns are",
+    ),
+    (lambda: of_any(backend="sdpa"), "backend='sdpa' .*serves no Neighbourhood, which is a part of the union"),
 ]
 among_four = pytest.mark.usefixtures("four_ranks")
 test_a_wrong_argument_is_refused_by_its_name = among_four(refusals({TypeError: TYPES, ValueError: VALUES}))
@@ -138,6 +197,15 @@ def test_ranks_are_told_by_the_names_that_they_have_in_the_world():
     assert agreement._difference(asked) == "pattern must be the same on all ranks, got a on rank 2; b on rank 3"
 
 
+def test_ranks_with_other_kinds_of_pattern_are_told_what_each_says():
+    asked = {0: (None, {"pattern": "a", "weights": "b"}), 1: (None, {"neighbourhood": "c"})}
+    assert agreement._difference(asked).splitlines() == [
+        "pattern must be the same on all ranks, got a on rank 0; nothing on rank 1",
+        "weights must be the same on all ranks, got b on rank 0; nothing on rank 1",
+        "neighbourhood must be the same on all ranks, got nothing on rank 0; c on rank 1",
+    ]
+
+
 PADDED, WITH_GRADIENT = torch.zeros(1, 4, dtype=torch.bool), X.clone().requires_grad_()
 EXTRA = {"extra_k": X[:, :2], "extra_v": X[:, :2]}
 # What one rank may ask for that the others do not, beside q, k and v of another shape or dtype.
@@ -164,11 +232,19 @@ def request(q=X, pattern=ONE, **asked):
     return words_of(ring_dilated_attention, q, pattern, **asked)
 
 
+def request_of_any(q=X, pattern=NEAR_AND_FAR, **asked):
+    return words_of(ring_attend, q, pattern, **asked)
+
+
 def request_on_grid(q=X, neighbourhood=NEAR, **asked):
     return words_of(ring_neighbourhood_attention, q, neighbourhood, **asked)
 
 
-@pytest.mark.parametrize(("words", "asked"), [*((request, x) for x in ASKED), *((request_on_grid, x) for x in ON_GRID)])
+OF_ANY = [each for each in ON_GRID if "neighbourhood" not in each] + [{"pattern": Union((NEAR, NEAR))}]
+WORDS = [(request, ASKED), (request_on_grid, ON_GRID), (request_of_any, OF_ANY)]
+
+
+@pytest.mark.parametrize(("words", "asked"), [(words, asked) for words, each in WORDS for asked in each])
 def test_ranks_compare_all_that_they_ask_for(four_ranks, words, asked):
     assert words() == words()
     assert words(**asked) != words()

@@ -231,7 +231,7 @@ for ranks, cases in HALOS.items():
     CALLS[ranks] += [["halo_ranks:compare", case] for case in cases]
 for ranks, cases in COUNTED_HALOS.items():
     CALLS[ranks] += [["halo_ranks:count_bytes", case] for case in cases]
-CALLS[2] += [["halo_ranks:promises", {}]]
+CALLS[2] += [["halo_ranks:promises", {}], ["halo_ranks:promises_of_a_union", {}]]
 CAPTURED = [
     *({"what": transport} for transport in ("auto", *TRANSPORTS)),
     {"what": "ring", "ordering": "hilbert", "padded": True, "is_causal": True},
@@ -315,6 +315,12 @@ def test_promises_on_a_grid_are_kept(backend):
         assert len(found) == 10
 
 
+def test_promises_of_a_union_are_kept(backend):
+    for found in answers(2, "halo_ranks:promises_of_a_union", {}, backend):
+        assert [promise for promise, kept in found.items() if not kept] == []
+        assert len(found) == 8
+
+
 @pytest.fixture(autouse=True)
 def _ranks_find_the_tests(monkeypatch, request):
     monkeypatch.setenv("PYTHONPATH", f"{request.path.parents[2]}:{request.path.parents[1]}:{request.path.parent}")
@@ -360,6 +366,7 @@ def test_nccl_computes_and_sends_the_same(ranks):
     # In one test, as each process that runs one calls them all.
     if ranks == 2:
         test_promises_on_a_grid_are_kept("nccl")
+        test_promises_of_a_union_are_kept("nccl")
     for call, asked in DISAGREE.items() if ranks == 2 else ():
         for what in asked:
             if (call, what) != ("ring_headers:disagree", "backend"):  # which serves on a GPU
