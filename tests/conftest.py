@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
-from interpreted import confine, hasten
+from interpreted import confine
 
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import MACHINES, REPORTS
@@ -46,6 +46,8 @@ def pytest_configure(config):
     if prepare_kernels() == "interpreted":
         confine()
         if "full" in marks or not marks:
+            from hastened import hasten
+
             hasten()
 
 

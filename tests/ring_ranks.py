@@ -12,7 +12,7 @@ import oracle
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from interpreted import confine, hasten
+from interpreted import confine
 from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib.attention import merge, operators
@@ -42,6 +42,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def run(order: dict) -> list:
     """Call functions of this module, given as [name, arguments], one after the other in one start of the ranks."""
     if kernel_mode() == "interpreted":
+        from hastened import hasten  # with all of Triton
+
         hasten()
         confine()
     named = ((name if ":" in name else f"{__name__}:{name}", arguments) for name, arguments in order["calls"])
