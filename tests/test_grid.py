@@ -147,7 +147,7 @@ def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
     rows = torch.tensor([near.length - 1, 0, near.length // 2])
     found = exact_rows(q, k, v, dout, near, head=1, queries=rows)
     torch.testing.assert_close(found, (out[0, rows, 1], dq[0, rows, 1]), **close)
-    found = exact_keys(q, k, v, dout, near, head=1, keys=rows)
+    found = exact_keys(q, k, v, dout, near, kv_head=1, keys=rows)
     torch.testing.assert_close(found, (dk[0, rows, 1], dv[0, rows, 1]), **close)
 
 
@@ -250,7 +250,7 @@ def test_nothing_depends_on_the_default_device():
         lambda: neighbourhood_attention(q, k, v, near, extra_k=k[:, :3], extra_v=v[:, :3], backend="reference"),
         lambda: module(q.flatten(2).unflatten(1, near.shape)),
         lambda: exact_rows(q, k, v, dout, near, head=1, queries=torch.tensor([9], device="cpu")),
-        lambda: exact_keys(q, k, v, dout, near, head=1, keys=torch.tensor([9], device="cpu")),
+        lambda: exact_keys(q, k, v, dout, near, kv_head=1, keys=torch.tensor([9], device="cpu")),
     ]
     for result in results:
         clear()

@@ -1,8 +1,8 @@
 """A few rows of attention and of its gradients in float64: the reference where a whole one has no room.
 
 Each row is one softmax over all its keys, a key seen through c branches weighted c times; gradients are autograd's.
-Tensors are (batch, seq, heads, head_dim), of which the first sequence counts, with as many KV heads as heads. Scores
-have the usual scale.
+Tensors are (batch, seq, heads, head_dim), of which the first sequence counts; k and v have KV heads, each of which
+serves a group of heads. Scores have the usual scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,10 @@ QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
 class SampledRows:
     """Some rows of what a call on q, k, v and dout (`tensors`) should give, computed when first compared.
 
-    queries: positions in each head, in whose rows out and dq are compared; dk and dv in the first `keys` of them.
-    first: the position of q's first row. is_causal: whether keys after the query are excluded, along a sequence.
+    queries: positions in each head, in whose rows out and dq are compared.
+    keys: how many of those of a group's first head dk and dv are compared in.
+    first: the position of q's first row.
+    is_causal: whether keys after the query are excluded, along a sequence.
     """
 
     def __init__(
@@ -41,13 +43,18 @@ class SampledRows:
         self._tensors, self._pattern, self._first, self._keys = tensors, pattern, first, keys
         self._is_causal = is_causal
         self._queries = [rows.to(tensors[0].device) for rows in queries]
+        group = tensors[0].shape[2] // tensors[1].shape[2]
+        self._key_positions = [rows[:keys] for rows in self._queries[::group]]
 
     def error(self, results: Results, slots: Tensor | None = None) -> float:
         """Relative difference of (out,), or the largest of (dq, dk, dv). slots: the row of each position, if not it."""
         out, dq = self._of_queries
         exact = [out] if len(results) == 1 else [dq, *(self._of_keys if self._keys else ())]
-        rows = [positions - self._first if slots is None else slots[positions] for positions in self._queries]
-        keys = [own[: self._keys] for own in rows]
+
+        def rows_of(positions: Tensor) -> Tensor:
+            return positions - self._first if slots is None else slots[positions]
+
+        rows, keys = (list(map(rows_of, each)) for each in (self._queries, self._key_positions))
         sampled = [
             torch.cat([x[0, own, head] for head, own in enumerate(of_heads)])
             for x, of_heads, _ in zip(results, (rows, keys, keys), exact, strict=False)
@@ -66,8 +73,8 @@ class SampledRows:
     @cached_property
     def _of_keys(self) -> list[Tensor]:
         found = [
-            exact_keys(*self._tensors, self._pattern, head=head, keys=own[: self._keys], is_causal=self._is_causal)
-            for head, own in enumerate(self._queries)
+            exact_keys(*self._tensors, self._pattern, kv_head=kv_head, keys=own, is_causal=self._is_causal)
+            for kv_head, own in enumerate(self._key_positions)
         ]
         return list(map(torch.cat, zip(*found, strict=True)))
 
@@ -105,9 +112,10 @@ def exact_rows(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows of the output and of dq of a head at some positions, each (rows, head_dim) float64, without dropout."""
-    blocks = blocks_of(pattern, queries, k.shape[1], head, k.shape[2], is_causal=is_causal)
-    at = queries - first
-    _, out, dq, _, _ = from_blocks(q[0, at, head], dout[0, at, head], blocks, lambda x: (k[0, x, head], v[0, x, head]))
+    kv_head = head * k.shape[2] // q.shape[2]
+    blocks = blocks_of(pattern, queries, k.shape[1], kv_head, k.shape[2], is_causal=is_causal)
+    rows = q[0, queries - first, head], dout[0, queries - first, head]
+    _, out, dq, _, _ = from_blocks(*rows, blocks, lambda at: (k[0, at, kv_head], v[0, at, kv_head]))
     return out, dq
 
 
@@ -118,20 +126,23 @@ def exact_keys(
     dout: Tensor,
     pattern: Pattern,
     *,
-    head: int,
+    kv_head: int,
     keys: Tensor,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of dk and dv likewise, from all queries that attend to a key: on a grid window**4 weights."""
+    """Rows of dk and dv of a KV head likewise, from all queries that attend to a key: on a grid window**4 weights."""
+    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     dk, dv = torch.zeros(2, len(keys), q.shape[3], dtype=torch.float64, device=q.device)
     for n, key in enumerate(keys.tolist()):
-        queries = _attending(pattern, key, q.shape[1], head, q.shape[2], is_causal=is_causal).to(q.device)
+        queries = _attending(pattern, key, q.shape[1], kv_head, kv_heads, is_causal=is_causal).to(q.device)
         for some in queries.split(QUERIES_AT_ONCE) if len(queries) else ():
-            blocks = blocks_of(pattern, some, k.shape[1], head, k.shape[2], is_causal=is_causal)
-            rows = q[0, some, head], dout[0, some, head]
-            named, _, _, dk_rows, dv_rows = from_blocks(*rows, blocks, lambda x: (k[0, x, head], v[0, x, head]))
-            dk[n] += dk_rows[named == key][0]
-            dv[n] += dv_rows[named == key][0]
+            blocks = blocks_of(pattern, some, k.shape[1], kv_head, kv_heads, is_causal=is_causal)
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                rows = q[0, some, head], dout[0, some, head]
+                found = from_blocks(*rows, blocks, lambda at: (k[0, at, kv_head], v[0, at, kv_head]))
+                named, _, _, dk_rows, dv_rows = found
+                dk[n] += dk_rows[named == key][0]
+                dv[n] += dv_rows[named == key][0]
     return dk, dv
 
 

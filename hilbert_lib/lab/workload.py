@@ -32,10 +32,11 @@ BOTH = "forward and backward"
 
 @dataclass(frozen=True)
 class Workload:
-    """The inputs of one call, drawn when first used, and its float64 rows. One sequence, as many KV heads as heads.
+    """The inputs of one call on one sequence or grid, drawn when first used, and its float64 rows.
 
     pattern: of sequences, of a grid, or a union of either.
     length: tokens, or the cells of the grid.
+    kv_heads: heads of k and v; by default as many as heads.
     is_causal: of patterns along a sequence; one of a grid says so itself.
     queries: (start, count) of q in the sequence, or None for all positions. Of a `DilatedPattern` alone.
     heads_first: whether k and v are stored (heads, seq, head_dim), where the rows of a head lie side by side.
@@ -56,8 +57,10 @@ class Workload:
     queries: tuple[int, int] | None = None
     heads_first: bool = False
     dtype: str = "bfloat16"
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", checks.grouped(self.heads, self.kv_heads)[1])
         if self.pattern.length not in (None, self.length):
             raise ValueError(f"length must be that of the grid, {self.pattern.length}, got {self.length}")
         if self.queries is not None and not isinstance(self.pattern, DilatedPattern):
@@ -85,26 +88,28 @@ class Workload:
     def call(self) -> Request:
         """The request that the call makes of a backend."""
         start = None if self.queries is None else self.queries[0]
-        return Request(self.pattern.of_heads(self.heads), self.is_causal, self.head_dim**-0.5, query_start=start)
+        return Request(self.pattern.of_heads(self.kv_heads), self.is_causal, self.head_dim**-0.5, query_start=start)
 
     @property
     def parameters(self) -> dict:
         """What distinguishes it, for a record."""
         names = ("length", "heads", "head_dim", "is_causal", "dtype")
-        return _fields_of(self.pattern) | {name: getattr(self, name) for name in names}
+        groups = {} if self.kv_heads == self.heads else {"kv_heads": self.kv_heads}
+        return _fields_of(self.pattern) | {name: getattr(self, name) for name in names} | groups
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, random and normal."""
         generator = torch.Generator(self.device).manual_seed(0)
 
-        def draw(rows: int, heads_first: bool) -> Tensor:
-            shape = (1, self.heads, rows, self.head_dim) if heads_first else (1, rows, self.heads, self.head_dim)
+        def draw(rows: int, heads: int, heads_first: bool = False) -> Tensor:
+            shape = (1, heads, rows, self.head_dim) if heads_first else (1, rows, heads, self.head_dim)
             x = torch.randn(shape, generator=generator, device=self.device, dtype=getattr(torch, self.dtype))
             return x.transpose(1, 2) if heads_first else x
 
-        q, dout = draw(self.rows, False), draw(self.rows, False)
-        return q, draw(self.length, self.heads_first), draw(self.length, self.heads_first), dout
+        q, dout = (draw(self.rows, self.heads) for _ in range(2))
+        k, v = (draw(self.length, self.kv_heads, self.heads_first) for _ in range(2))
+        return q, k, v, dout
 
     @property
     def rows(self) -> int:
@@ -114,7 +119,8 @@ class Workload:
     @property
     def input_bytes(self) -> int:
         """Of `tensors`, without drawing them."""
-        return 2 * (self.rows + self.length) * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
+        rows = 2 * (self.rows * self.heads + self.length * self.kv_heads)
+        return rows * self.head_dim * getattr(torch, self.dtype).itemsize
 
     @cached_property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +169,7 @@ class Workload:
 
     def estimate(self, backend: str, direction: str) -> MemoryEstimate:
         """What memory a call takes by one backend."""
-        names = ["heads", "head_dim", "device"]
+        names = ["heads", "kv_heads", "head_dim", "device"]
         if self.pattern.length is None:
             names += ["length", "is_causal"]
         sizes = {name: getattr(self, name) for name in names}
@@ -178,26 +184,26 @@ class Workload:
         """
         element = getattr(torch, self.dtype).itemsize
         if isinstance(self.pattern, DilatedPattern) and self.queries is None:
-            sizes = {"heads": self.heads, "head_dim": self.head_dim, "element_size": element}
+            sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "element_size": element}
             return self.pattern.work(self.length, is_causal=self.is_causal, **sizes)
-        q, k = ((1, rows, self.heads, self.head_dim) for rows in (self.rows, self.length))
+        q, k = (1, self.rows, self.heads, self.head_dim), (1, self.length, self.kv_heads, self.head_dim)
         pairs = pair_count(self.call, (q, k, k, None, None))
         flop = {"flop_forward": FLOP_FORWARD * pairs * self.head_dim}
         if self.queries is not None:
             moved = (2 * self._keys_read + 2 * self.rows * self.heads) * self.head_dim * element
             return Work(pairs, **flop, bytes_forward=moved, flop_backward=0, bytes_backward=0)
         flop["flop_backward"] = FLOP_BACKWARD * pairs * self.head_dim
-        tensor = self.length * self.heads * self.head_dim * element
-        # q, k, v and out; in the backward these, dout, and the gradients of q, k and v.
-        return Work(pairs, **flop, bytes_forward=4 * tensor, bytes_backward=8 * tensor)
+        # q and out, k and v; in the backward these, dout, and the gradients of q, k and v.
+        moved = 2 * self.length * (self.heads + self.kv_heads) * self.head_dim * element
+        return Work(pairs, **flop, bytes_forward=moved, bytes_backward=2 * moved)
 
     @property
     def _keys_read(self) -> int:
-        # Rows of k that any of the queries sees, over all heads, each once.
+        # Rows of k that any of the queries sees, over all KV heads, each once.
         start, count = self.queries
-        seen = {"kv_heads": self.heads, "length": self.length, "is_causal": self.is_causal}
+        seen = {"kv_heads": self.kv_heads, "length": self.length, "is_causal": self.is_causal}
         total = 0
-        for head in range(self.heads):
+        for head in range(self.kv_heads):
             keys = [self.pattern.keys(start + row, kv_head=head, **seen) for row in range(count)]
             total += len(torch.cat(keys).unique())
         return total
@@ -225,8 +231,9 @@ class Workload:
         if self.queries is not None:
             return [torch.arange(self.queries[0], sum(self.queries))] * self.heads
         if isinstance(self.pattern, DilatedPattern):
-            drawn = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}
-            return [sampled_positions(self.pattern, self.length, kv_head=g, **drawn) for g in range(self.heads)]
+            drawn, group = {"count": SAMPLED_QUERIES, "kv_heads": self.kv_heads}, self.heads // self.kv_heads
+            heads = range(self.heads)
+            return [sampled_positions(self.pattern, self.length, kv_head=h // group, **drawn) for h in heads]
         generator = torch.Generator("cpu").manual_seed(0)
         count = SAMPLED_CELLS if self.pattern.length else SAMPLED_QUERIES
         drawn = torch.randint(self.length, (self.heads, count), generator=generator, device="cpu")

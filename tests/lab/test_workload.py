@@ -35,7 +35,7 @@ def test_sampled_rows_equal_the_whole_reference(pattern, is_causal):
         rows, keys = torch.arange(head, 50, 3), torch.tensor([0, 21, 49])
         exact = exact_rows(q, k, v, dout, pattern, head=head, queries=rows, is_causal=is_causal)
         torch.testing.assert_close(exact, (out[0, rows, head], dq[0, rows, head]), atol=1e-12, rtol=0)
-        exact = exact_keys(q, k, v, dout, pattern, head=head, keys=keys, is_causal=is_causal)
+        exact = exact_keys(q, k, v, dout, pattern, kv_head=head, keys=keys, is_causal=is_causal)
         torch.testing.assert_close(exact, (dk[0, keys, head], dv[0, keys, head]), atol=1e-12, rtol=0)
 
 
