@@ -141,10 +141,12 @@ EVERY_KIND = {
 }
 
 
+@pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_a_workload_of_every_pattern_knows_its_error_flop_and_bytes(kind):
+def test_a_workload_of_every_pattern_knows_its_error_flop_and_bytes(kind, heads):
+    """Of two KV heads."""
     pattern, is_causal = EVERY_KIND[kind]
-    work = Workload(pattern, 24, 2, 4, CPU, is_causal=is_causal, dtype="float64")
+    work = Workload(pattern, 24, heads, 4, CPU, is_causal=is_causal, dtype="float64", kv_heads=2)
     by_reference = partial(by_backend, "reference")
     both = work.side("a", by_reference, BOTH, sweep="s")
     forward = work.side("a", by_reference, "forward", sweep="s")
@@ -155,16 +157,18 @@ def test_a_workload_of_every_pattern_knows_its_error_flop_and_bytes(kind):
     for wrong in range(3):
         changed = [x * 1.5 if n == wrong else x for n, x in enumerate(gradients)]
         assert both.error(changed) == pytest.approx(0.5)
-    assert forward.useful_flop == 4 * 4 * pairs_by_masks(pattern, is_causal)
-    assert both.useful_flop == 14 * 4 * pairs_by_masks(pattern, is_causal)
+    pairs = heads // 2 * pairs_by_masks(pattern, is_causal)
+    assert forward.useful_flop == 4 * 4 * pairs
+    assert both.useful_flop == 14 * 4 * pairs
     if kind != "sequence":  # where a row that no branch uses is not read
         assert forward.useful_bytes == sum(x.nbytes for x in (*work.tensors[:3], out))
         assert both.useful_bytes == 3 * forward.useful_bytes
+    assert work.input_bytes == sum(x.nbytes for x in work.tensors)
     assert json.loads(json.dumps(work.parameters)) == work.parameters
 
 
 def pairs_by_masks(pattern, is_causal):
-    """Pairs over both heads; a key of two parts counts twice."""
+    """Pairs over two KV heads; a key of two parts counts twice."""
     every, total = torch.arange(24), 0
     for head in range(2):
         for part in pattern.of_heads(2).head_parts(head, 2):
