@@ -15,7 +15,8 @@ from hilbert_lib import Neighbourhood, graph_cache
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Tensors
-from hilbert_lib.lab.sweeps import ring as benchmarks
+from hilbert_lib.lab.sweeps.over_ranks import OverRanks
+from hilbert_lib.lab.sweeps.ring import measure
 from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -162,4 +163,4 @@ def with_peak(run) -> tuple:
 
 
 def measured(**work) -> list[dict]:
-    return benchmarks.measure(benchmarks.work_of(work))
+    return measure(OverRanks.of(work))

@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hilbert_lib.lab.records import REPORTS, read_records
-from hilbert_lib.lab.sweeps import ring as benchmarks
+from hilbert_lib.lab.sweeps import sequences
+from hilbert_lib.lab.sweeps.over_ranks import OverRanks
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES, DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.plan import plan_ring
@@ -210,14 +211,13 @@ def test_memory_planned_is_what_committed_rings_allocated():
     for path in sorted(REPORTS.glob("h*x*/*/07_ring_attention-*/results.jsonl.gz")):
         records = read_records(path)
         kept = kept_before(records)
-        for record in (each for each in records if each["peak_bytes"] and each["side"] != benchmarks.GATHERED):
-            fields = benchmarks.Work.__dataclass_fields__.keys() - {"sides", "repetitions"}
-            work = benchmarks.Work(**{name: record[name] for name in fields & record.keys()})
+        for record in (each for each in records if each["peak_bytes"] and each["side"] != sequences.GATHERED):
+            work = OverRanks.of(record)
             planned = work.planned(record["side"])["planned_bytes"]
             if record["sweep"] in ("transports", "lengths"):
                 planned += kept[work.ranks]
-            if record["side"] in benchmarks.ORDERS:  # beside the ordered k and v the benchmark holds the others
-                planned += 2 * 2 * work.tokens // work.ranks * work.kv_heads * work.head_dim
+            if record["side"] in sequences.ORDERS:  # beside the ordered k and v the benchmark holds the others
+                planned += 2 * 2 * work.rows * work.whole.kv_heads * work.whole.head_dim
             assert planned == pytest.approx(record["peak_bytes"], rel=0.06), (record["side"], work)
             found += 1
     assert found > 50

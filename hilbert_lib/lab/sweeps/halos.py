@@ -1,10 +1,9 @@
-"""Attention on a grid over ranks, as the ring's harness measures it, and plans of more ranks (notebook 07)."""
+"""Attention on a grid over ranks: ways to cut it, what is planned of each, and its call (notebook 07)."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from math import prod
-from typing import ClassVar
 
 import pandas as pd
 import torch
@@ -12,21 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hilbert_lib.attention.api import neighbourhood_attention
-from hilbert_lib.lab.exact_rows import SampledRows
+from hilbert_lib.lab.sweeps.spread import ALONE, ComparedRows
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
-from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.ring.attention import ring_neighbourhood_attention
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards, plan_halo
 from hilbert_lib.ring.plan.shards import Rectangles, Runs
 
-ALONE = "each by itself"  # every rank computes what it can without the others
 RECTANGLES, STRIPS, RUNS = SHARDINGS = ("rectangles", "strips", "Hilbert runs")
+SIDES = (*SHARDINGS, ALONE)
 GRID_RESULTS = "grids.jsonl"  # beside the results of sequences, which have other columns
-OF_ALL_SIDES = ("sides", "repetitions")
 SAMPLED_QUERIES = 3  # of each head: two where parts meet, one anywhere
+FIELDS = ("shape", "window", "heads", "head_dim", "dtype")
+COUNTS_BYTES = True  # whether a record holds the bytes that were handed to the collectives
 
 
 def sharding(kind: str, shape: tuple[int, ...], ranks: int) -> Shards:
@@ -41,151 +40,91 @@ def sharding(kind: str, shape: tuple[int, ...], ranks: int) -> Shards:
     return Rectangles((ranks, *[1] * (len(shape) - 1))) if kind == STRIPS else Rectangles.compact(shape, ranks)
 
 
-@dataclass(frozen=True)
-class GridOverRanks:
-    """One grid over some ranks, and the sides that compute it in turn: shardings, or `ALONE`.
+def check(whole: Workload, ranks: int, sides: tuple[str, ...]) -> None:
+    """ValueError for an unknown side, or for parts that are not equal."""
+    if unknown := set(sides) - set(SIDES):
+        raise ValueError(f"sides must be of {', '.join(SIDES)}; got {', '.join(sorted(unknown))}")
+    shape = whole.pattern.shape
+    cuts = [sharding(RECTANGLES if side == ALONE else side, shape, ranks) for side in sides]
+    if len({shards.count(shape, rank) for shards in cuts for rank in range(ranks)}) > 1:
+        raise ValueError(f"shape must be cut into {ranks} equal parts by every side, got {shape}")
 
-    Fields that `Work` has are its.
+
+def fields_of(whole: Workload) -> dict:
+    """The whole in a record, as JSON gives it back: `FIELDS`."""
+    grid = list(whole.pattern.shape), list(whole.pattern.window)
+    return dict(zip(FIELDS, (*grid, whole.heads, whole.head_dim, whole.dtype), strict=True))
+
+
+def whole_of(record: dict) -> Workload:
+    """The whole that a record tells of."""
+    near = Neighbourhood(tuple(record["shape"]), tuple(record["window"]))
+    sizes = {name: record[name] for name in ("heads", "head_dim", "dtype") if name in record}
+    return Workload(near, near.length, device=torch.device("cpu"), **sizes)
+
+
+def scaled(whole: Workload, ranks: int) -> Workload:
+    """A grid of which each rank has as much as `whole`; the longer axes grow last.
+
+    >>> scaled(Workload.on_grid("16x32x32 3x5x5 2x16", device=torch.device("cpu")), 4).pattern.shape
+    (16, 64, 64)
     """
-
-    sweep: str
-    ranks: int
-    shape: tuple[int, ...]
-    window: tuple[int, ...]
-    heads: int
-    head_dim: int
-    sides: tuple[str, ...] = (RECTANGLES,)
-    backward: bool = True
-    repetitions: int = 10
-    dtype: str = "bfloat16"
-    sustained_seconds: float = 0.0
-    is_counted: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name in ("shape", "window", "sides"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if unknown := set(self.sides) - {*SHARDINGS, ALONE}:
-            raise ValueError(f"sides must be of {', '.join((*SHARDINGS, ALONE))}; got {', '.join(sorted(unknown))}")
-        spread = [sharding(RECTANGLES if side == ALONE else side, self.shape, self.ranks) for side in self.sides]
-        if len({one.count(self.shape, rank) for one in spread for rank in range(self.ranks)}) > 1:
-            raise ValueError(f"shape must be cut into {self.ranks} equal parts by every side, got {self.shape}")
-
-    @classmethod
-    def scaled(cls, sweep: str, ranks: int, text: str, **rest) -> "GridOverRanks":
-        """A grid of which each rank has as much as `Workload.on_grid` reads from a text; the longer axes grow last.
-
-        >>> GridOverRanks.scaled("grid weak", 4, "16x32x32 3x5x5 2x16").shape
-        (16, 64, 64)
-        """
-        one = Workload.on_grid(text, device=torch.device("cpu"))
-        shape, factor = list(one.pattern.shape), 1
-        while factor < ranks:
-            step = next(n for n in range(2, ranks + 1) if ranks // factor % n == 0)
-            shortest = min(range(len(shape))[-2:], key=lambda n: shape[n])
-            shape[shortest], factor = shape[shortest] * step, factor * step
-        return cls(sweep, ranks, tuple(shape), one.pattern.window, one.heads, one.head_dim, **rest)
-
-    def identity(self, side: str) -> dict:
-        """What a record of a side is known by, as JSON gives it back."""
-        fields = {name: value for name, value in asdict(self).items() if name not in OF_ALL_SIDES}
-        return fields | {"shape": list(self.shape), "window": list(self.window), "side": side}
-
-    @property
-    def kv_heads(self) -> int:
-        """As many as heads."""
-        return self.heads
-
-    @property
-    def rows(self) -> int:
-        """How many cells a rank holds."""
-        return prod(self.shape) // self.ranks
-
-    @cached_property
-    def near(self) -> Neighbourhood:
-        """Who sees whom on the whole grid."""
-        return Neighbourhood(self.shape, self.window)
-
-    def planned(self, side: str) -> dict:
-        """What the plan says of the costliest rank."""
-        near, ranks = (self._own, 1) if side == ALONE else (self.near, self.ranks)
-        sizes = {"heads": self.heads, "head_dim": self.head_dim, "dtype": getattr(torch, self.dtype)}
-        found = halo_costs(near, RECTANGLES if side == ALONE else side, ranks, **sizes)
-        held = [found.pop(name) for name in ("memory_forward", "memory_backward")]
-        found["planned_bytes"] = held[self.backward]
-        return found | {"flop_forward": 4 * self.heads * self.head_dim * near.pairs // ranks}
-
-    def attention(self, side: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
-        """A call that gives a side's output, and the leaves that it depends on."""
-        if side == ALONE:
-            return partial(neighbourhood_attention, q, k, v, self._own), (q, k, v)
-        options = {"shards": self._shards(side)}
-
-        def attend() -> Tensor:
-            out = ring_neighbourhood_attention(q, k, v, self.near, **options)
-            options["validate"] = False  # the first call was
-            return out
-
-        return attend, (q, k, v)
-
-    def errors(self, side: str, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]) -> dict:
-        """Relative errors of rows at the grid's middle and anywhere; "dq" is the largest of dq, dk and dv."""
-        if side == ALONE:
-            return {}
-        cells = self._shards(side).cells(self.shape, dist.get_rank()).to(out.device)
-        slots = torch.full((self.near.length,), -1, dtype=torch.int64, device=out.device)
-        slots[cells] = torch.arange(len(cells), device=out.device)
-        generator = torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randint(self.near.length, (self.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
-        middle = sum(n // 2 * prod(self.shape[axis + 1 :]) for axis, n in enumerate(self.shape))
-        drawn[:, 0], drawn[:, 1] = middle, max(0, middle - 1)
-        spread = partial(Spread, length=self.near.length, heads=self.heads, row_of=slots.__getitem__)
-        return spread_errors(spread, self.near, list(drawn), inputs, out, grads, keys=1)
-
-    def _shards(self, side: str) -> Shards:
-        return sharding(side, self.shape, self.ranks)
-
-    @property
-    def _own(self) -> Neighbourhood:
-        box = self._shards(RECTANGLES).box(self.shape, rank=0)
-        return Neighbourhood(tuple(map(len, box)), self.window)
+    shape, factor = list(whole.pattern.shape), 1
+    while factor < ranks:
+        step = next(n for n in range(2, ranks + 1) if ranks // factor % n == 0)
+        shortest = min(range(len(shape))[-2:], key=lambda n: shape[n])
+        shape[shortest], factor = shape[shortest] * step, factor * step
+    near = replace(whole.pattern, shape=tuple(shape))
+    return replace(whole, pattern=near, length=near.length)
 
 
-class Spread:
-    """A tensor (1, rows, heads, head_dim) whose rows lie on the ranks: indexed as `exact_rows` does, all fetch them.
-
-    length: of the whole. heads: those of k; of more, one in each group is shown. row_of: of positions the row of `own`,
-    or -1.
-    """
-
-    def __init__(self, own: Tensor, *, length: int, heads: int, row_of: Callable[[Tensor], Tensor]):
-        self._own, self._row_of, self.device = own, row_of, own.device
-        self._group, self.shape = own.shape[2] // heads, (1, length, heads, own.shape[3])
-
-    def __getitem__(self, at: tuple[int, Tensor, int]) -> Tensor:
-        _, positions, head = at
-        slots = self._row_of(positions)
-        rows = torch.zeros(len(slots), self.shape[3], dtype=torch.float64, device=self.device)
-        rows[slots >= 0] = self._own[0, slots[slots >= 0], head * self._group + head % self._group].double()
-        dist.all_reduce(rows)
-        return rows
+def own_part(whole: Workload, ranks: int) -> Workload:
+    """A rank's rectangle as a grid of its own."""
+    box = sharding(RECTANGLES, whole.pattern.shape, ranks).box(whole.pattern.shape, rank=0)
+    near = replace(whole.pattern, shape=tuple(map(len, box)))
+    return replace(whole, pattern=near, length=near.length)
 
 
-def spread_errors(
-    spread: Callable[[Tensor], Spread],
-    pattern: Pattern,
-    queries: Sequence[Tensor],
-    inputs: Sequence[Tensor | None],
-    out: Tensor,
-    grads: Sequence[Tensor],
-    *,
-    keys: int,
-    is_causal: bool = False,
-) -> dict:
-    """Relative errors of "out" and, where there are gradients, "dq", as `SampledRows` finds them over the ranks."""
-    given = (*inputs[:3], out if inputs[3] is None else inputs[3])
-    sampled = SampledRows([spread(x) for x in given], pattern, queries, keys=keys, is_causal=is_causal)
-    found = {"out": sampled.error([spread(out)])}
-    return found | ({"dq": sampled.error([spread(x) for x in grads])} if grads else {})
+def planned(whole: Workload, ranks: int, side: str, *, backward: bool) -> dict:
+    """What the plan says of the costliest rank: bytes received, FLOP, and bytes of memory."""
+    kind = side
+    if side == ALONE:
+        whole, ranks, kind = own_part(whole, ranks), 1, RECTANGLES
+    sizes = {"heads": whole.heads, "head_dim": whole.head_dim, "dtype": getattr(torch, whole.dtype)}
+    costs = halo_costs(whole.pattern, kind, ranks, **sizes)
+    held = [costs.pop(name) for name in ("memory_forward", "memory_backward")]
+    return costs | {"planned_bytes": held[backward], "flop_forward": whole.useful.flop_forward // ranks}
+
+
+def attention(
+    whole: Workload, ranks: int, side: str, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
+    """A call that gives a side's output on this rank's part, and the leaves that it depends on."""
+    if side == ALONE:
+        return partial(neighbourhood_attention, q, k, v, own_part(whole, ranks).pattern), (q, k, v)
+    options = {"shards": sharding(side, whole.pattern.shape, ranks)}
+
+    def attend() -> Tensor:
+        out = ring_neighbourhood_attention(q, k, v, whole.pattern, **options)
+        options["validate"] = False  # the first call was
+        return out
+
+    return attend, (q, k, v)
+
+
+def compared_rows(whole: Workload, ranks: int, side: str, device: torch.device) -> ComparedRows | None:
+    """Rows at the grid's middle and anywhere; None where ranks compute parts of their own."""
+    if side == ALONE:
+        return None
+    shape, cells = whole.pattern.shape, whole.length
+    own = sharding(side, shape, ranks).cells(shape, dist.get_rank()).to(device)
+    row_of = torch.full((cells,), -1, dtype=torch.int64, device=device)
+    row_of[own] = torch.arange(len(own), device=device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    queries = torch.randint(cells, (whole.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
+    middle = sum(n // 2 * prod(shape[axis + 1 :]) for axis, n in enumerate(shape))
+    queries[:, 0], queries[:, 1] = middle, max(0, middle - 1)
+    return ComparedRows(whole.pattern, list(queries), row_of.__getitem__, keys=1)
 
 
 def halo_costs(near: Neighbourhood, kind: str, ranks: int, *, heads: int, head_dim: int, dtype: torch.dtype) -> dict:

@@ -5,46 +5,23 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.exact_rows import sampled_positions
 from hilbert_lib.lab.records import RESULTS, Kept, append_lines
 from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back, wait
-from hilbert_lib.lab.sweeps.halos import ALONE, OF_ALL_SIDES, GridOverRanks, Spread, spread_errors
-from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
+from hilbert_lib.lab.sweeps.over_ranks import IDENTITY, OverRanks
 from hilbert_lib.lab.sweeps.ring_trace import counted, exchange_of
 from hilbert_lib.launch.workers import run_ranks
 from hilbert_lib.limits.memory import begin_peak
-from hilbert_lib.ordering import OrderingSpec
-from hilbert_lib.patterns.dilated import DilatedPattern
-from hilbert_lib.ring.attention import ring_dilated_attention
-from hilbert_lib.ring.plan.plan import plan_ring
 
 Pass = Callable[[], object]
-TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
-GATHERED, DENSE_RING = "gathered", "dense ring"
-ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
-SIDES = {
-    "auto": "dilated rows of k and v travel, each branch by the way that the plan chooses",
-    "ring": "dilated rows travel from rank to rank (isend, irecv)",
-    "all_gather": "dilated rows travel in one collective",
-    "all_to_all": "heads travel: a rank computes some heads of a whole segment",
-    GATHERED: "all rows of k and v, dilated or not, are gathered on every rank: the same function",
-    DENSE_RING: "all rows of k and v go round a ring, and attention is dense: another function",
-    ALONE: "every rank computes the branches inside its shard, without the others",
-    **dict.fromkeys(ORDERS, "auto, with k and v of a shard read through the table of this order"),
-}
-SAMPLED_QUERIES = 16  # of each KV head
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
 NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
 WARM_UP = 1  # after the calls that were checked
@@ -52,120 +29,8 @@ SECONDS = 540.0  # of all that one number of ranks measures
 STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other ranks wait
 
 
-@dataclass(frozen=True)
-class Work:
-    """One sequence over some ranks, and the sides that compute it in turn.
-
-    tokens: of the whole sequence, which is split into equal shards. sides: of `SIDES`. backward: whether gradients are
-    computed too. repetitions: samples a side. sustained_seconds: how long forwards and backwards run back to back
-    before they are timed so too, in windows of a fifth of it; 0 for single calls alone.
-    """
-
-    sweep: str
-    ranks: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    sides: tuple[str, ...] = ("auto",)
-    is_causal: bool = False
-    backward: bool = True
-    repetitions: int = 10
-    dtype: str = "bfloat16"
-    sustained_seconds: float = 0.0
-    is_counted: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name in ("segment_lengths", "dilation_rates", "sides"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if unknown := set(self.sides) - set(SIDES):
-            raise ValueError(f"sides must be of {', '.join(SIDES)}; got {', '.join(sorted(unknown))}")
-        if self.tokens % self.ranks:
-            raise ValueError(f"tokens must be a multiple of the ranks, {self.ranks}, got {self.tokens}")
-
-    @classmethod
-    def spanning(
-        cls, sweep: str, ranks: int, tokens: int, *, heads: int, first_segment: int, growth: int = 2, **rest
-    ) -> "Work":
-        """A work with the branches of `spanning_pattern`, and as many KV heads as heads."""
-        pattern = spanning_pattern(tokens, first_segment, growth)
-        branches = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
-        return cls(sweep, ranks, tokens, heads=heads, kv_heads=heads, **branches, **rest)
-
-    def pattern_of(self, side: str) -> DilatedPattern:
-        """The pattern of what a side computes."""
-        if side == DENSE_RING:
-            return DilatedPattern((self.tokens,), (1,))
-        pattern = DilatedPattern(self.segment_lengths, self.dilation_rates)
-        if side == ALONE:
-            inside = [branch for branch in pattern.branches if self.tokens // self.ranks % branch[0] == 0]
-            return DilatedPattern(*zip(*inside, strict=True))
-        return pattern
-
-    def identity(self, side: str) -> dict:
-        """What a record of a side is known by."""
-        return {name: value for name, value in asdict(self).items() if name not in OF_ALL_SIDES} | {"side": side}
-
-    @property
-    def rows(self) -> int:
-        """How many tokens a rank holds."""
-        return self.tokens // self.ranks
-
-    def planned(self, side: str) -> dict:
-        """What the plan says of the costliest rank."""
-        dtype = getattr(torch, self.dtype)
-        sizes = {"batch": 1, "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": dtype}
-        how = {"is_causal": self.is_causal, "transport": _transport(side), "ordered": side in ORDERS, **sizes}
-        costs = plan_ring(self.pattern_of(side), (self.rows,) * self.ranks, **how).ranks
-        names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
-        names["planned_bytes"] = "memory_backward" if self.backward else "memory_forward"
-        found = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
-        if side == GATHERED:
-            sent = 2 * self.rows * self.kv_heads * self.head_dim * (self.ranks - 1)
-            found |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
-        return found
-
-    def attention(self, side: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
-        """A call that gives a side's output, and the leaves that it depends on."""
-        pattern, options = self.pattern_of(side), {}
-        if side in ORDERS:
-            options["kv_ordering"] = OrderingSpec(ORDERS[side])
-            order = options["kv_ordering"].ordering(k.shape[1]).to(k.device)
-            k, v = (order.apply(x.detach(), dim=1).requires_grad_(self.backward) for x in (k, v))
-
-        def attend() -> Tensor:
-            if side == GATHERED:
-                whole, start = map(_Gathered.apply, (k, v)), q.shape[1] * dist.get_rank()
-                return dilated_attention(q, *whole, pattern, is_causal=self.is_causal, query_start=start)
-            if side == ALONE:
-                return dilated_attention(q, k, v, pattern, is_causal=self.is_causal)
-            how = {"transport": _transport(side), "is_causal": self.is_causal}
-            out = ring_dilated_attention(q, k, v, pattern, **how, **options)
-            options["validate"] = False  # the first call was, and the shards are equal
-            return out
-
-        return attend, (q, k, v)
-
-    def errors(self, side: str, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]) -> dict:
-        """Relative errors of sampled rows of out and dq; none for attention that is another function."""
-        if side == DENSE_RING:
-            return {}
-        start, pattern = self.rows * dist.get_rank(), self.pattern_of(side)
-
-        def row_of(positions: Tensor) -> Tensor:
-            return torch.where(positions // self.rows == dist.get_rank(), positions - start, -1)
-
-        drawn = {"kv_heads": self.kv_heads, "count": SAMPLED_QUERIES}
-        heads = range(self.kv_heads)
-        queries = [sampled_positions(pattern, self.tokens, kv_head=g, **drawn) for g in heads]
-        spread = partial(Spread, length=self.tokens, heads=self.kv_heads, row_of=row_of)
-        return spread_errors(spread, pattern, queries, inputs, out, grads, keys=0, is_causal=self.is_causal)
-
-
 def run_works(
-    works: Iterable[Work | GridOverRanks], *, output_dir: str = "", file: str = RESULTS, backend: str | None = None
+    works: Iterable[OverRanks], *, output_dir: str = "", file: str = RESULTS, backend: str | None = None
 ) -> list[dict]:
     """Measure works, those of equal ranks in one process group, and print a line for each side.
 
@@ -183,7 +48,7 @@ def run_works(
         todo = []
         for work in (each for each in works if each.ranks == ranks):
             sides = tuple(side for side in work.sides if _key(work.identity(side)) not in found)
-            todo += [asdict(replace(work, sides=sides))] if sides else []
+            todo += [replace(work, sides=sides).fields] if sides else []
         if todo:
             path = str(Path(output_dir).resolve() / file) if output_dir else ""
             order = {"works": todo, "file": path, "facts": environment()}
@@ -200,19 +65,14 @@ def measure_all(order: dict) -> list[dict]:
     """A target of `run_ranks`: measures "works"; rank 0 adds each record, with "facts", to "file"."""
     records = []
     for given in order["works"]:
-        for record in measure(work_of(given)):
+        for record in measure(OverRanks.of(given)):
             records.append({**record, "environment": order["facts"]})
             if order["file"] and dist.get_rank() == 0:
                 append_lines(records[-1:], Path(order["file"]))
     return records
 
 
-def work_of(given: dict) -> Work | GridOverRanks:
-    """A work by its fields."""
-    return (GridOverRanks if "window" in given else Work)(**given)
-
-
-def measure(work: Work | GridOverRanks) -> list[dict]:
+def measure(work: OverRanks) -> list[dict]:
     """Times one work on this rank and all others, its sides in turn.
 
     Returns:
@@ -241,21 +101,18 @@ def measure(work: Work | GridOverRanks) -> list[dict]:
     return list(records.values())
 
 
-def _transport(side: str) -> str:
-    return "ring" if side == DENSE_RING else side if side in TRANSPORTS else "auto"
-
-
-def _inputs(work: Work | GridOverRanks) -> list[Tensor | None]:
+def _inputs(work: OverRanks) -> list[Tensor | None]:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    shapes = [(1, work.rows, n, work.head_dim) for n in (work.heads, work.kv_heads, work.kv_heads)]
+    whole = work.whole
+    shapes = [(1, work.rows, heads, whole.head_dim) for heads in (whole.heads, whole.kv_heads, whole.kv_heads)]
     shapes += [shapes[0]] * work.backward
-    like = {"generator": generator, "dtype": getattr(torch, work.dtype), "device": device}
+    like = {"generator": generator, "dtype": getattr(torch, whole.dtype), "device": device}
     q, k, v, *dout = (torch.randn(shape, **like) for shape in shapes)
     return [*(x.requires_grad_(work.backward) for x in (q, k, v)), *(dout or [None])]
 
 
-def _passes(side: str, work: Work | GridOverRanks, *inputs: Tensor | None) -> tuple[Pass, Pass]:
+def _passes(side: str, work: OverRanks, *inputs: Tensor | None) -> tuple[Pass, Pass]:
     # The forward keeps its output for the backward after it, which drops it.
     *given, dout = inputs
     (attend, leaves), graph = work.attention(side, *given), []
@@ -268,23 +125,7 @@ def _passes(side: str, work: Work | GridOverRanks, *inputs: Tensor | None) -> tu
     return forward, lambda: torch.autograd.grad(graph.pop(), leaves, dout)
 
 
-class _Gathered(torch.autograd.Function):
-    """Every rank's rows of a tensor; gradients are summed in float32, as the ring does."""
-
-    @staticmethod
-    def forward(_, own: Tensor) -> Tensor:
-        whole = own.new_empty(1, own.shape[1] * dist.get_world_size(), *own.shape[2:])
-        dist.all_gather_into_tensor(whole[0], own[0])
-        return whole
-
-    @staticmethod
-    def backward(_, grad: Tensor) -> Tensor:
-        own = grad.new_empty(1, grad.shape[1] // dist.get_world_size(), *grad.shape[2:], dtype=torch.float32)
-        dist.reduce_scatter_tensor(own[0], grad[0].float())
-        return own.to(grad.dtype)
-
-
-def _checked(side: str, work: Work | GridOverRanks, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
+def _checked(side: str, work: OverRanks, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
     # The first call compiles; the second one's memory is looked at, and its bytes and results.
     device, found = inputs[0].device, {"peak_bytes": None, "out_error": None, "dq_error": None}
     for _ in range(2):
@@ -297,7 +138,7 @@ def _checked(side: str, work: Work | GridOverRanks, passes: tuple[Pass, Pass], i
             grads = passes[1]() if work.backward else ()
     if device.type == "cuda":
         found["peak_bytes"] = int(max(_from_ranks(float(torch.cuda.max_memory_allocated()), device)))
-    for name, total in (("forward", there), ("backward", back)) if work.is_counted else ():
+    for name, total in (("forward", there), ("backward", back)) if work.kind.COUNTS_BYTES else ():
         found[f"counted_{name}"] = int(max(_from_ranks(float(total["received"]), device)))
     errors = work.errors(side, [x if x is None else x.detach() for x in inputs], out, grads)
     if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
@@ -305,7 +146,7 @@ def _checked(side: str, work: Work | GridOverRanks, passes: tuple[Pass, Pass], i
     return found | {f"{name}_error": error for name, error in errors.items()}
 
 
-def _times(passes: dict[str, tuple[Pass, Pass]], work: Work | GridOverRanks, device: torch.device) -> dict[str, dict]:
+def _times(passes: dict[str, tuple[Pass, Pass]], work: OverRanks, device: torch.device) -> dict[str, dict]:
     samples = {side: {"forward": [], "backward": []} for side in passes}
     for n in range(WARM_UP + work.repetitions):
         for side, calls in passes.items():
@@ -331,7 +172,7 @@ def _over_ranks(name: str, own_ms: list[float], device: torch.device) -> dict[st
     return found | {f"{name}_by_rank_ms": _from_ranks(statistics.median(own_ms), device)}
 
 
-def _sustained(calls: Sequence[Pass], single: dict, work: Work | GridOverRanks, device: torch.device) -> dict:
+def _sustained(calls: Sequence[Pass], single: dict, work: OverRanks, device: torch.device) -> dict:
     names = ("host", "mhz", "watts")
     if not work.sustained_seconds:
         return _over_ranks("sustained", [], device) | {f"{name}_by_rank": None for name in names}
@@ -376,5 +217,4 @@ def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | N
 
 
 def _key(record: dict) -> str:
-    names = {*Work.__dataclass_fields__, *GridOverRanks.__dataclass_fields__, "side"} - set(OF_ALL_SIDES)
-    return json.dumps({name: record[name] for name in names if name in record}, sort_keys=True)
+    return json.dumps({name: record[name] for name in IDENTITY if name in record}, sort_keys=True)

@@ -8,35 +8,47 @@ import torch.distributed as dist
 from cases import refusals
 from grid_cases import exact
 
+from hilbert_lib import dilated_attention
 from hilbert_lib.lab.sustained import WINDOWS
 from hilbert_lib.lab.sweeps import ring
-from hilbert_lib.lab.sweeps.halos import RECTANGLES, RUNS, SHARDINGS, STRIPS, GridOverRanks
-from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, ORDERS, TRANSPORTS, Work, run_works
+from hilbert_lib.lab.sweeps.halos import RECTANGLES, RUNS, SHARDINGS, STRIPS
+from hilbert_lib.lab.sweeps.over_ranks import OverRanks
+from hilbert_lib.lab.sweeps.ring import run_works
+from hilbert_lib.lab.sweeps.sequences import DENSE_RING, GATHERED, ORDERS, TRANSPORTS
+from hilbert_lib.lab.sweeps.spread import ALONE
+from hilbert_lib.lab.workload import Workload
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.union import Union
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
 EVERY = (*TRANSPORTS, GATHERED, *ORDERS, DENSE_RING)
+
+
+def whole_grid(shape, window, heads=1):
+    near = Neighbourhood(shape, window)
+    return Workload(near, near.length, heads, 8, torch.device("cpu"), dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Works of one and two ranks over gloo, the folder that keeps them, and their records."""
     folder, timed = tmp_path_factory.mktemp("ring"), {"repetitions": 3, **SIZES}
-    grid = {"sides": (*SHARDINGS, ALONE), "sustained_seconds": 0.01, "dtype": "float32"}
-    grid |= {"repetitions": 3, "heads": 2, "head_dim": 8}
+    every_cut = {"sides": (*SHARDINGS, ALONE), "repetitions": 3}
     works = [
-        Work.spanning("weak", 1, 32, sustained_seconds=0.01, **timed),
-        Work.spanning("weak", 2, 64, sides=("auto", ALONE), sustained_seconds=0.01, **timed),
-        Work.spanning("strong", 2, 64, sides=EVERY, dtype="float32", **timed),
-        Work.spanning("lengths", 2, 256, growth=4, backward=False, **timed),
-        GridOverRanks("grid", 2, (8, 12), (3, 5), **grid),
-        GridOverRanks("grid", 2, (4, 6, 6), (2, 3, 3), **grid | {"backward": False, "sustained_seconds": 0.0}),
+        OverRanks.spanning("weak", 1, 32, sustained_seconds=0.01, **timed),
+        OverRanks.spanning("weak", 2, 64, sides=("auto", ALONE), sustained_seconds=0.01, **timed),
+        OverRanks.spanning("strong", 2, 64, sides=EVERY, dtype="float32", **timed),
+        OverRanks.spanning("lengths", 2, 256, growth=4, backward=False, **timed),
+        OverRanks("grid", 2, whole_grid((8, 12), (3, 5), heads=2), sustained_seconds=0.01, **every_cut),
+        OverRanks("grid", 2, whole_grid((4, 6, 6), (2, 3, 3), heads=2), backward=False, **every_cut),
     ]
     return works, folder, run_works(works, output_dir=str(folder), backend="gloo")
 
 
 def test_records_hold_samples_and_small_errors_of_every_side(measured):
     works, _, records = measured
-    works = [work for work in works if isinstance(work, Work)]
+    works = [work for work in works if isinstance(work.whole.pattern, DilatedPattern)]
     records = [record for record in records if "tokens" in record]
     assert [record["side"] for record in records] == [side for work in works for side in work.sides]
     for record, work in zip(records, [each for each in works for _ in each.sides], strict=True):
@@ -78,10 +90,10 @@ def test_of_a_grid_bytes_are_the_plans_and_rows_of_every_gradient_exact(measured
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
 def test_a_wrong_row_of_a_gradient_is_found(broken):
-    work = GridOverRanks("grid", 1, (6, 8), (3, 3), heads=1, head_dim=8, dtype="float32")
+    work = OverRanks("grid", 1, whole_grid((6, 8), (3, 3)))
     inputs = [x.detach().double() for x in torch.randn(4, 1, 48, 1, 8, generator=torch.Generator().manual_seed(0))]
     leaves = [x.requires_grad_() for x in inputs[:3]]
-    out = exact(*leaves, work.near)
+    out = exact(*leaves, work.whole.pattern)
     found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -94,6 +106,27 @@ def test_a_wrong_row_of_a_gradient_is_found(broken):
     assert errors[1]["dq"] > 1e-3
 
 
+@pytest.mark.parametrize("head", range(4))
+def test_a_wrong_row_of_any_head_of_a_sequence_is_found(head):
+    cpu = torch.device("cpu")
+    whole = Workload(DilatedPattern((8,), (1,)), 32, 4, 8, cpu, is_causal=True, dtype="float64", kv_heads=2)
+    work, (q, k, v, dout) = OverRanks("weak", 1, whole), whole.tensors
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = dilated_attention(*leaves, whole.pattern, is_causal=True, backend="reference")
+    grads = torch.autograd.grad(out, leaves, dout)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        errors = [work.errors("auto", (q, k, v, dout), out.detach(), grads)]
+        wrong = [x.detach().clone() for x in (out, grads[0])]
+        for x in wrong:
+            x[:, :, head] *= 1.1
+        errors.append(work.errors("auto", (q, k, v, dout), wrong[0], [wrong[1], *grads[1:]]))
+    finally:
+        dist.destroy_process_group()
+    assert max(errors[0].values()) < 1e-12
+    assert min(errors[1].values()) > 1e-2
+
+
 def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
     works, folder, records = measured
     assert [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()] == records
@@ -102,11 +135,12 @@ def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
 
 
 def work(**changed):
-    return Work.spanning("weak", 2, **{"tokens": 64, **SIZES, **changed})
+    return OverRanks.spanning("weak", 2, **{"tokens": 64, **SIZES, **changed})
 
 
 def grid(**changed):
-    return GridOverRanks("grid", 2, **{"shape": (4, 4), "window": (3, 3), "heads": 1, "head_dim": 8} | changed)
+    shape = changed.pop("shape", (4, 4))
+    return OverRanks("grid", 2, whole_grid(shape, (3, 3)), **changed)
 
 
 @pytest.mark.parametrize("made", [work(), grid()], ids=["sequence", "grid"])
@@ -118,6 +152,18 @@ def test_a_record_is_known_by_all_that_its_side_was_asked_for(made):
     assert ring._key(asked | {"out_error": 1.0}) == ring._key(asked)
 
 
+def both_windows():
+    union = Union((Neighbourhood((4, 4), 3), Neighbourhood((4, 4), 1)))
+    return Workload(union, 16, 1, 8, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("made", [work(is_causal=True, growth=3), grid(sides=SHARDINGS)], ids=["sequence", "grid"])
+def test_ranks_are_told_the_work_as_json_and_a_record_tells_it_again(made):
+    assert OverRanks.of(json.loads(json.dumps(made.fields))) == made
+    again = OverRanks.of(made.identity(made.sides[-1]))
+    assert again.identity("auto") == made.identity("auto")
+
+
 WRONG = [
     (lambda: work(sides=("fast",)), "sides must be of auto"),
     (lambda: work(tokens=65), "tokens must be a multiple of the ranks, 2"),
@@ -125,5 +171,6 @@ WRONG = [
     (lambda: work(growth=1), "growth must be an integer"),
     (lambda: grid(sides=("ring",)), "sides must be of rectangles"),
     (lambda: grid(shape=(5, 5)), "2 equal parts"),
+    (lambda: OverRanks("union", 2, both_windows()), "pattern must be a DilatedPattern or a Neighbourhood, got Union"),
 ]
 test_works_that_cannot_be_are_refused = refusals({ValueError: WRONG})

@@ -1,0 +1,68 @@
+"""Rows that lie on several ranks, held against float64."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hilbert_lib.lab.exact_rows import SampledRows
+from hilbert_lib.lab.workload import Workload
+from hilbert_lib.patterns.pattern import Pattern
+
+ALONE = "each by itself"  # every rank computes what it can without the others
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """Which rows of a side's results are compared.
+
+    pattern: of what the side computes. queries: positions in each head, of out and dq.
+    row_of: of positions the rows of this rank's tensors, or -1.
+    keys: how many positions dk and dv are compared in.
+    """
+
+    pattern: Pattern
+    queries: Sequence[Tensor]
+    row_of: Callable[[Tensor], Tensor]
+    keys: int
+
+
+class Spread:
+    """A tensor (1, rows, heads, head_dim) whose rows lie on the ranks: indexed as `exact_rows` does, all fetch them.
+
+    length: of the whole. row_of: as of `ComparedRows`.
+    """
+
+    def __init__(self, own: Tensor, length: int, row_of: Callable[[Tensor], Tensor]):
+        self._own, self._row_of, self.device = own, row_of, own.device
+        self.shape = (1, length, *own.shape[2:])
+
+    def __getitem__(self, at: tuple[int, Tensor, int]) -> Tensor:
+        _, positions, head = at
+        slots = self._row_of(positions)
+        rows = torch.zeros(len(slots), self.shape[3], dtype=torch.float64, device=self.device)
+        rows[slots >= 0] = self._own[0, slots[slots >= 0], head].double()
+        dist.all_reduce(rows)
+        return rows
+
+
+def spread_errors(
+    whole: Workload, rows: ComparedRows, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]
+) -> dict[str, float]:
+    """Relative errors of "out" and, where there are gradients, "dq": the largest of those that are compared.
+
+    inputs: q, k, v and dout, which may be None, of this rank, as are out and grads.
+    """
+
+    def spread(tensors: Sequence[Tensor]) -> list[Spread]:
+        return [Spread(own, whole.length, rows.row_of) for own in tensors]
+
+    q, k, v, dout = inputs
+    given = spread((q, k, v, out if dout is None else dout))
+    exact = SampledRows(given, rows.pattern, rows.queries, keys=rows.keys, is_causal=whole.is_causal)
+    errors = {"out": exact.error(spread([out]))}
+    if grads:
+        errors["dq"] = exact.error(spread(grads))
+    return errors
