@@ -26,7 +26,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.union import Union
 from hilbert_lib.ring.attention import ring_attend, ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
-from hilbert_lib.ring.rank import exchange, local
+from hilbert_lib.ring.rank import copies, exchange, local
 
 SPECS = {
     "none": None,
@@ -169,8 +169,8 @@ def compare(
 ) -> dict:  # fmt: skip
     """For output, lse and gradients: squared error of this rank's rows and of one process's, against float64.
 
-    Several names of branches are a union. With by_kernel rows are merged and added by the kernels of a GPU, interpreted
-    where there is none.
+    Several names of branches are a union. With by_kernel rows are copied and summed by the kernels of a GPU,
+    interpreted where there is none.
     """
     start = sum(lengths[: dist.get_rank()])
     rows = slice(start, start + lengths[dist.get_rank()])
@@ -204,7 +204,7 @@ def compare(
         shards[1:] = [order.apply(x, dim=1) for x in shards[1:]]
     with ExitStack() as stack:
         if by_kernel:
-            stack.enter_context(patch.object(merge, "kernel_serves", lambda x: True))
+            stack.enter_context(by_kernels())
         if backend == "flex" and device().type == "cpu":
             stack.enter_context(_flex_on_the_cpu())
         mine = results(call, shards, dout[:, rows])
@@ -216,6 +216,15 @@ def compare(
         assert (own.dtype, own.shape) == (single.dtype, truth[part].shape), name
         found[name] = squared_error(own, truth[part]), squared_error(single[part], truth[part])
     return found
+
+
+@contextmanager
+def by_kernels():
+    """Rows are copied, merged and summed by the kernels of a GPU, interpreted where there is none."""
+    with ExitStack() as stack:
+        for module in (merge, local, copies):
+            stack.enter_context(patch.object(module, "kernel_serves", lambda x: True))
+        yield
 
 
 @contextmanager

@@ -59,6 +59,9 @@ HALOS = {ranks: compared(ranks) for ranks in (2, 3, 4, 8)}
 PLAIN = {"heads": "one", "more": "nothing", "dtype": "float32"}
 HALOS[2] += [{"rules": "plane, wrapped", "shards": {"parts": [2, 1]}, **PLAIN}]
 HALOS[4] += [{"rules": "line", "shards": CUT[4, 1], **PLAIN}]
+# Rows copied and summed by kernels, as on a GPU.
+HALOS[4] += [{"rules": "plane", "shards": spread("even", RULES["plane"][0], 4), **PLAIN, "heads": "grouped"}]
+HALOS[4][-1] |= {"more": "extra and padding", "by_kernel": True}
 # Runs whose keys reach past an edge that goes round: a kernel would read a table past its end.
 HALOS[3] += [{"rules": "plane, wrapped", "shards": {"order": "hilbert", "lengths": [30, 40, 26]}, **PLAIN}]
 HALOS[3][-1] |= {"backend": "triton"}

@@ -1,5 +1,6 @@
 """What ranks run in the tests of attention on a grid that is spread over them."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from grid_cases import ORDERS, RULES, SCALE, expected, shape_of
 from halo_cases import LARGE_RULES
 from ring_costs import counted_and_planned, with_peak
-from ring_ranks import NoGradient, device, noting, said_by, squared_error
+from ring_ranks import NoGradient, by_kernels, device, noting, said_by, squared_error
 
 from hilbert_lib import Neighbourhood, Ordering, Union, attend, neighbourhood_attention, ring_attend
 from hilbert_lib.attention import operators
@@ -32,9 +33,12 @@ def shards_of(shape: tuple, parts: list | None = None, cuts: list | None = None,
 
 def compare(
     rules: str, heads: str, shards: dict, *, more: str = "nothing", dtype: str = "float32", backend: str = "auto",
-    head_dim: int = 8,
+    head_dim: int = 8, by_kernel: bool = False,
 ) -> dict:  # fmt: skip
-    """For output, lse and gradients: squared error of this rank's rows, and of one process's, against float64."""
+    """For output, lse and gradients: squared error of this rank's rows, and of one process's, against float64.
+
+    With by_kernel rows are copied and summed by the kernels of a GPU, interpreted where there is none.
+    """
     dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
     near, given, dout, masks, *truth = expected(rules, heads, more, dtype, head_dim)
     truth = [truth[0], truth[1].transpose(1, 2), *truth[2]]
@@ -58,7 +62,8 @@ def compare(
         return [x.cpu() for x in (out.detach(), lse.transpose(1, 2), *grads)]
 
     one = run(attend if is_union else neighbourhood_attention, slice(None))
-    mine = run(partial(ring_attend if is_union else ring_neighbourhood_attention, shards=spread), rows)
+    with by_kernels() if by_kernel else nullcontext():
+        mine = run(partial(ring_attend if is_union else ring_neighbourhood_attention, shards=spread), rows)
     found = {}
     for name, own, single, right in zip(NAMES, mine, one, truth, strict=False):
         assert own.dtype == single.dtype, name

@@ -20,7 +20,7 @@ from hilbert_lib.cli.main import main
 from hilbert_lib.patterns.neighbourhood import Axis, HeadNeighbourhoods
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.plan.shards import hull
-from hilbert_lib.ring.rank import copies, halo
+from hilbert_lib.ring.rank import halo
 from hilbert_lib.ring.rank.halo import HaloJob, _framed
 from hilbert_lib.ring.rank.halo_layout import layout_of
 
@@ -212,61 +212,6 @@ def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_a
         assert_close(mine[:5], right, 1e-11)
     shares = zip(*(mine[-2:] for mine in found), strict=True)  # of the extra keys' gradients, one of each rank
     assert_close(map(sum, shares), [extra_dk, extra_dv], 1e-11)
-
-
-# Corners that two slabs reach, strips whose rows two others reach, a rank without an interior, and one without cells.
-COPIED = {
-    "rectangles": Rectangles((2, 2)),
-    "strips": Rectangles((3, 1), ((1, 6), None)),
-    "empty": Rectangles((3, 1), ((0, 5), None)),
-    "runs": Runs(Ordering.random(48, 1), (20, 3, 25)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("shards", COPIED.values(), ids=COPIED)
-def test_rows_that_kernels_copy_and_sum_are_those_of_torch_to_the_bit(shards, dtype, monkeypatch):
-    """Of a rank alone: what it sends, computes of what it receives, and makes of what comes back."""
-    pytest.importorskip("hilbert_lib.attention.triton.copies", reason="triton has no build for this platform")
-    near = Neighbourhood((8, 6), (5, 3)), Neighbourhood((8, 6), (3, 3))
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 5, "dtype": dtype}
-    plan, generator = plan_halo(near, shards, **sizes), torch.Generator().manual_seed(0)
-
-    def drawn(*shape, dtype=dtype):
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    for rank in range(shards.ranks):
-        layout, cells = layout_of(plan, rank, torch.device("cpu")), shards.count((8, 6), rank)
-        if not cells:
-            continue
-        q, dout, out = drawn(3, 2, 4, cells, 5).transpose(2, 3)  # of heads first
-        k, v = drawn(2, 2, cells, 2, 2, 5)[..., 1, :].flip(0)  # every other row
-        lse, received = drawn(2, 4, cells, dtype=torch.float32), drawn(sum(layout.received), 2, 2, 5)
-        grads, dq = drawn(2, 2, cells, 2, 5), drawn(2, cells, 4, 5)
-        answer, found, results, lses = drawn(sum(layout.sent), 2, 2, 5, dtype=torch.float32), [], [], []
-        for border in layout.borders:
-            (batch, keys, count), own = (2, len(border.filled), cells), border.queries
-            count = cells if own is None else len(own)
-            sums = drawn(2, batch, keys, 2, 5, dtype=torch.float32)
-            found.append(Tensors(drawn(batch, count, 4, 5), *sums))
-            lses.append(drawn(batch, 4, count, dtype=torch.float32))
-        got = []
-        for by_kernel in (False, True):
-            monkeypatch.setattr(copies, "kernel_serves", lambda x, answer=by_kernel: answer)
-            sent = copies.packed(k, v, layout)
-            frames = [copies.framed(k, v, received, border, (q, dout, out), lse) for border in layout.borders]
-            results = [sent, *(x for frame, rows, own_lse in frames for x in (*frame, *rows, own_lse))]
-            results.append(copies.answered(found, received, layout, torch.float32))
-            if layout.interior:
-                whole, whole_lse, both = dq.clone(), lse.clone(), [x.clone() for x in grads]
-                copies.placed(whole, [more.q for more in found], layout, whole_lse, lses)
-                results += [whole, whole_lse, *copies.added(both, found, answer, k, layout)]
-            else:
-                results += copies.added(None, found, answer, k, layout)
-            got.append(results)
-        for by_torch, by_kernel in zip(*got, strict=True):
-            assert by_torch.dtype == by_kernel.dtype
-            assert by_torch.equal(by_kernel)
 
 
 def test_rows_of_a_frame_are_own_ones_received_ones_or_zero():

@@ -22,9 +22,10 @@ class Copy(NamedTuple):
     """Rows of heads that lie one after the other in `dense`, in their order, and anywhere in `indexed`."""
 
     dense: Tensor  # (batch, n, heads, head_dim), the last stride is 1
-    indexed: Tensor  # (batch, rows, heads, head_dim)
-    # int64: (n,) rows of `indexed`, all their heads in turn; or (n * heads,) rows of heads. Where these are read, -1 is
-    # zeros, and -2 - m is row m of `other`.
+    indexed: Tensor  # (batch, rows, heads or a multiple, head_dim)
+    # int64: (n,) for each row of `dense` where its heads lie, one after the other: row * groups + group, of as many
+    # groups of heads as a row of `indexed` has; or (n * heads,) rows of heads. Where these are read, -1 is zeros, and
+    # -2 - m is row m of `other`.
     at: Tensor
     other: Tensor | None = None  # (batch, rows, 1, head_dim)
 
@@ -81,9 +82,10 @@ def _sizes(copy: Copy) -> tuple[int, ...]:
     # Rows of heads and heads of `dense`; then, for each of the tensors, what `_copy` multiplies by.
     dense, indexed, at, other = copy
     _, n, heads, _ = dense.shape
-    by_row = at.numel() == n and heads == indexed.shape[2]  # then all heads of a row have its number
+    by_row = at.numel() == n  # then one number says where all heads of a row are
     table = (1, 0) if by_row else (heads, 1)
-    steps = (1, 0, indexed.stride(2)) if by_row else (indexed.shape[2], indexed.stride(2), 0)
+    own_heads = indexed.shape[2] // (heads if by_row else 1)
+    steps = (own_heads, heads * indexed.stride(2), indexed.stride(2)) if by_row else (own_heads, indexed.stride(2), 0)
     others = (0, 0, 0) if other is None else (other.stride(0), other.stride(1), other.stride(3))
     own = indexed.stride(0), indexed.stride(1), indexed.stride(3)
     return n * heads, heads, *table, *dense.stride()[:3], *own, *steps, *others

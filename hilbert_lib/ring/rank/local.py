@@ -4,10 +4,12 @@ A row is one (position, KV head), with that KV head's group of query heads; rows
 `Layout.touched`. What more than one computation adds to is held in float32 (float64 for float64), the dtype of lse.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.merge import add_rows, kernel_serves, merge_rows
 from hilbert_lib.ordering import Ordering
 
 Merged = tuple[Tensor, Tensor]  # out (rows, group, batch, head_dim) and lse of attention over the keys seen so far
@@ -32,14 +34,25 @@ class Shard:
         self._positions, self._heads = touched
         slots = self._positions if ordering is None else ordering.to(touched.device).inverse[self._positions]
         self._stored = slots, self._heads
+        # As a kernel looks them up: rows of KV heads.
+        self._numbers, self._stored_numbers = (at * kv_heads + self._heads for at in (self._positions, slots))
 
     def queries(self, rows: Tensor, *tensors: Tensor) -> list[Tensor]:
         """(*rows, group, batch, d) of each tensor (batch, positions, heads, d)."""
+        if kernel_serves(tensors[0]):
+            groups = [x.shape[2] // self._kv_heads for x in tensors]
+            found = [x.new_empty(*rows.shape, n, len(x), x.shape[3]) for n, x in zip(groups, tensors, strict=True)]
+            _gather(found, tensors, self._numbers[rows])
+            return found
         at = self._positions[rows], self._heads[rows]
         return [self._by_row(x)[at] for x in tensors]
 
     def keys(self, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(*rows, 2, batch, d) of k and v (batch, slots, kv_heads, d)."""
+        if kernel_serves(k):
+            found = k.new_empty(*rows.shape, 2, len(k), k.shape[3])
+            _gather(found.split(1, rows.dim()), (k, v), self._stored_numbers[rows])
+            return found
         at = tuple(x[rows] for x in self._stored)
         return torch.stack([x.permute(1, 2, 0, 3)[at] for x in (k, v)], rows.dim())
 
@@ -62,3 +75,13 @@ class Shard:
     def _by_row(self, x: Tensor) -> Tensor:
         batch, positions, heads, d = x.shape
         return x.view(batch, positions, self._kv_heads, heads // self._kv_heads, d).permute(1, 2, 3, 0, 4)
+
+
+def _gather(rows: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Tensor) -> None:
+    # Into (*rows, group, batch, d) of each tensor (batch, positions, heads, d), all in one kernel.
+    from hilbert_lib.attention.triton.copies import Copy, gather_rows  # triton is imported only where it is used
+
+    at, ndim = numbers.flatten(), numbers.dim()
+    gather_rows(
+        [Copy(own.flatten(0, ndim - 1).permute(2, 0, 1, 3), x, at) for own, x in zip(rows, tensors, strict=True)]
+    )
