@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import neighbourhood_attention
-from hilbert_lib.attention.transforms import Layer, refuse_tracers
-from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, autocast_dtype, check_dtype
+from hilbert_lib.attention.modules import ProjectedAttention, where_made
+from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 
-class NeighbourhoodAttention(Layer):
+class NeighbourhoodAttention(ProjectedAttention):
     """Self-attention of each cell of a grid over a window around it, with projections.
 
     One module serves every grid that is large enough for its window.
@@ -34,6 +34,8 @@ class NeighbourhoodAttention(Layer):
     (torch.Size([1, 4, 5, 16]), torch.Size([1, 3, 4, 5, 16]))
     """
 
+    shown = ("embed_dim", "num_heads", "kv_heads")
+
     def __init__(
         self,
         embed_dim: int,
@@ -50,20 +52,11 @@ class NeighbourhoodAttention(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1, most=checks.LARGEST_EMBED_DIM)
-        self.num_heads, self.kv_heads = checks.grouped(num_heads, kv_heads)
-        if self.embed_dim % self.num_heads or self.embed_dim // self.num_heads > LARGEST_HEAD_DIM:
-            raise ValueError(
-                f"num_heads must divide embed_dim {self.embed_dim} into at most {LARGEST_HEAD_DIM}, got {num_heads}"
-            )
-        self.head_dim = self.embed_dim // self.num_heads
+        super().__init__(embed_dim, num_heads, kv_heads)
         rules = {"window": window, "dilation": dilation, "stride": stride, "is_causal": is_causal, "edge": edge}
         self.rules = {name: tuple(x) if checks.is_listed(x) else x for name, x in rules.items()}
         self.backend = backend
-        made = {"device": None if device is None else checks.device(device)}
-        made["dtype"] = None if dtype is None else check_dtype(dtype)
-        rows = (self.num_heads + 2 * self.kv_heads) * self.head_dim
+        rows, made = sum(self.projected_heads) * self.head_dim, where_made(device, dtype)
         self.in_proj = nn.Linear(self.embed_dim, rows, bias=checks.boolean("bias", bias), **made)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **made)
 
@@ -82,22 +75,10 @@ class NeighbourhoodAttention(Layer):
             TypeError, ValueError: as `Neighbourhood` and `neighbourhood_attention`; where x is no such tensor.
         """
         refuse_tracers(x, key_padding_mask, extra)
-        for name, tokens, axes in (("x", x, (3, 4, 5)), ("extra", extra, (3,))):
-            if tokens is None and name == "extra":
-                continue
-            checks.dense_tensor(name, tokens)
-            if tokens.dim() not in axes or tokens.shape[-1] != self.embed_dim:
-                shape = "(batch, *grid, embed_dim), with 1 to 3 axes" if name == "x" else "(batch, tokens, embed_dim)"
-                raise ValueError(
-                    f"{name} must be {shape} and embed_dim {self.embed_dim}, got shape {tuple(tokens.shape)}"
-                )
-            device = self.in_proj.weight.device
-            if tokens.device != device:
-                raise ValueError(f"{name} must be on the device of the parameters ({device}), got {tokens.device}")
-            if autocast_dtype(tokens) != autocast_dtype(self.in_proj.weight):
-                raise TypeError(
-                    f"{name} must have the dtype of the parameters ({self.in_proj.weight.dtype}), got {tokens.dtype}"
-                )
+        size = f"and embed_dim {self.embed_dim}"
+        self.check_tokens("x", x, (3, 4, 5), f"(batch, *grid, embed_dim), with 1 to 3 axes {size}")
+        if extra is not None:
+            self.check_tokens("extra", extra, (3,), f"(batch, tokens, embed_dim) {size}")
         grid = x.shape[1:-1]
         if key_padding_mask is not None:
             checks.dense_tensor("key_padding_mask", key_padding_mask)
@@ -113,10 +94,14 @@ class NeighbourhoodAttention(Layer):
         out = neighbourhood_attention(q, k, v, Neighbourhood(tuple(grid), **self.rules), **options)
         return self.out_proj(out.flatten(2)).unflatten(1, grid)
 
+    @property
+    def projecting_weight(self) -> Tensor:
+        """The weight that makes q, k and v of tokens."""
+        return self.in_proj.weight
+
     def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.in_proj(tokens).unflatten(-1, (-1, self.head_dim))
-        return heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=2)
+        return heads.split(self.projected_heads, dim=2)
 
     def extra_repr(self) -> str:
-        own = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "kv_heads")} | self.rules
-        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+        return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.rules.items())])

@@ -1,6 +1,6 @@
 """Dilated attention as `torch.nn` modules: of q, k and v, and with projections, to replace MultiheadAttention."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -50,6 +50,8 @@ class DilatedAttention(Layer):
     >>> DilatedAttention(DilatedPattern((4, 8), (1, 2)))(q, k, v, is_causal=True).shape
     torch.Size([1, 8, 2, 4])
     """
+
+    shown = ("pattern", "dropout", "scale", "kv_ordering", "backend")
 
     def __init__(
         self,
@@ -114,12 +116,62 @@ class DilatedAttention(Layer):
             backend=self.backend,
         )
 
-    def extra_repr(self) -> str:
-        own = {name: getattr(self, name) for name in ("pattern", "dropout", "scale", "kv_ordering", "backend")}
-        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
+class ProjectedAttention(Layer):
+    """Self-attention between projections of tokens: their sizes, and the checks of tokens that are projected."""
+
+    def __init__(self, embed_dim: int, num_heads: int, kv_heads: int | None):
+        super().__init__()
+        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1, most=checks.LARGEST_EMBED_DIM)
+        self.num_heads = checks.integer("num_heads", num_heads, least=1)
+        self.kv_heads = self.num_heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"num_heads must divide embed_dim {self.embed_dim}, got {self.num_heads}")
+        self.head_dim = self.embed_dim // self.num_heads
+        if self.head_dim > LARGEST_HEAD_DIM:
+            raise ValueError(
+                f"embed_dim / num_heads must be at most {LARGEST_HEAD_DIM}, got {self.embed_dim} / {self.num_heads} = "
+                f"{self.head_dim}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
+
+    @property
+    def projecting_weight(self) -> Tensor:
+        """The weight that makes q, k and v of tokens."""
+        raise NotImplementedError
+
+    @property
+    def projected_heads(self) -> tuple[int, int, int]:
+        """Heads of q, k and v."""
+        return self.num_heads, self.kv_heads, self.kv_heads
+
+    def check_tokens(
+        self, name: str, x: Tensor, axes: Sequence[int], allowed: str, query: Tensor | None = None
+    ) -> None:
+        """Raise TypeError or ValueError unless an argument holds tokens that the module projects.
+
+        axes: how many it may have. allowed: such tokens in words. query: what they must be shaped like, if anything.
+        """
+        checks.dense_tensor(name, x)
+        query = x if query is None else query
+        if x.dim() not in axes or x.shape[-1] != self.embed_dim or x.shape != query.shape:
+            like = "" if x is query else f", shaped like query {tuple(query.shape)}"
+            raise ValueError(f"{name} must be {allowed}{like}, got shape {tuple(x.shape)}")
+        weight = self.projecting_weight
+        if x.device != weight.device:
+            raise ValueError(f"{name} must be on the device of the parameters ({weight.device}), got {x.device}")
+        if autocast_dtype(x) != autocast_dtype(weight):
+            raise TypeError(f"{name} must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
 
 
-class MultiheadDilatedAttention(Layer):
+def where_made(device: object, dtype: object) -> dict[str, object]:
+    """The arguments device and dtype of a module's parameters, checked."""
+    device = None if device is None else checks.device(device)
+    return {"device": device, "dtype": None if dtype is None else check_dtype(dtype)}
+
+
+class MultiheadDilatedAttention(ProjectedAttention):
     """Self-attention with projections, in the place of `torch.nn.MultiheadAttention`, also inside torch's layers:
     `layer.self_attn = MultiheadDilatedAttention(...)`.
 
@@ -150,6 +202,7 @@ class MultiheadDilatedAttention(Layer):
     # torch's encoder layers read it. Where it is True and no gradient is needed, they compute dense attention from the
     # weights instead of calling this module.
     _qkv_same_embed_dim = False
+    shown = ("embed_dim", "num_heads", "kv_heads", "batch_first")
 
     def __init__(
         self,
@@ -167,28 +220,13 @@ class MultiheadDilatedAttention(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__()
+        super().__init__(embed_dim, num_heads, kv_heads)
         checks.boolean("bias", bias)
         checks.boolean("batch_first", batch_first)
-        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1, most=checks.LARGEST_EMBED_DIM)
-        self.num_heads = checks.integer("num_heads", num_heads, least=1)
-        self.kv_heads = self.num_heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
-        if self.embed_dim % self.num_heads:
-            raise ValueError(f"num_heads must divide embed_dim {self.embed_dim}, got {self.num_heads}")
-        self.head_dim = self.embed_dim // self.num_heads
-        if self.head_dim > LARGEST_HEAD_DIM:
-            raise ValueError(
-                f"embed_dim / num_heads must be at most {LARGEST_HEAD_DIM}, got {self.embed_dim} / {self.num_heads} = "
-                f"{self.head_dim}"
-            )
-        if self.num_heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
         self.attention = DilatedAttention(pattern, dropout=dropout, kv_ordering=kv_ordering, backend=backend)
         pattern.check_heads(self.kv_heads)
         self.batch_first = batch_first
-        device = None if device is None else checks.device(device)
-        dtype = None if dtype is None else check_dtype(dtype)
-        rows, made = sum(self._projected()), {"device": device, "dtype": dtype}
+        rows, made = sum(self._projected()), where_made(device, dtype)
         self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **made))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(rows, **made)) if bias else None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **made)
@@ -234,6 +272,11 @@ class MultiheadDilatedAttention(Layer):
         module = cls(len(weight), num_heads, pattern, norm_eps=eps, **made, **options)
         module.load_state_dict(own)
         return module
+
+    @property
+    def projecting_weight(self) -> Tensor:
+        """The weight that makes q, k and v of tokens."""
+        return self.in_proj_weight
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, as after `to_empty` of a module made on the meta device."""
@@ -304,16 +347,7 @@ class MultiheadDilatedAttention(Layer):
         if alone and is_nested and self.batch_first:
             return self._attend_nested(query, attn_mask, is_causal), None
         for name, x in (("query", query), ("key", key), ("value", value)):
-            checks.dense_tensor(name, x)
-            if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:
-                like = "" if x is query else f", shaped like query {tuple(query.shape)}"
-                told = f"tokens of size {self.embed_dim} in 2 or 3 dimensions{like}"
-                raise ValueError(f"{name} must be {told}, got shape {tuple(x.shape)}")
-            weight = self.in_proj_weight
-            if x.device != weight.device:
-                raise ValueError(f"{name} must be on the device of the parameters ({weight.device}), got {x.device}")
-            if autocast_dtype(x) != autocast_dtype(weight):
-                raise TypeError(f"{name} must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
+            self.check_tokens(name, x, (2, 3), f"tokens of size {self.embed_dim} in 2 or 3 dimensions", query)
         padding = _as_bool(key_padding_mask)
         if query.dim() == 2:
             batched = (x[None] for x in self._project(query, key, value))
@@ -348,11 +382,7 @@ class MultiheadDilatedAttention(Layer):
 
     def _projected(self) -> list[int]:
         # Rows of in_proj for q, k and v.
-        return [heads * self.head_dim for heads in (self.num_heads, self.kv_heads, self.kv_heads)]
-
-    def extra_repr(self) -> str:
-        own = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "kv_heads", "batch_first")}
-        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+        return [heads * self.head_dim for heads in self.projected_heads]
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Transforms of torch that attention has no rule for, each refused in words that name it."""
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,11 @@ def _refuse_jit_trace(layer: nn.Module, *args: object, **kwargs: object) -> None
 @while_jit_traces(_refuse_jit_trace)
 class Layer(nn.Module):
     """A module that torch.jit neither traces nor scripts, and says so."""
+
+    shown: ClassVar[tuple[str, ...]] = ()  # attributes that its representation names
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
     def __prepare_scriptable__(self) -> None:
         raise TypeError(f"{type(self).__name__} is not scripted by torch.jit.script: use torch.export or torch.compile")

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from hilbert_lib.checks import boolean, dense_tensor, integer, unscripted
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
+from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.ring.agreement import check_group, resolved
 from hilbert_lib.ring.attention import ring_dilated_attention, ring_neighbourhood_attention
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -24,11 +25,26 @@ from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.plan.plan import check_planning
 from hilbert_lib.ring.spread import DEFAULTS, GridSpread, check_spec
 
-PLANNING = ("transport", "weights", "memory_limit")
-OPTIONS = ("scale", "kv_ordering", "backend", "validate")
 
+class _RingAttention(Layer):
+    """What modules over ranks share: the group, options of every kind, and calls with what the module was made with."""
 
-class _OnRanks(Layer):
+    _options: ClassVar[tuple[str, ...]]  # the attributes that a call is made with
+
+    def __init__(
+        self, group: ProcessGroup | DeviceMesh | None, scale: float | None, backend: str, kind: type[Pattern],
+        validate: bool,
+    ):  # fmt: skip
+        super().__init__()
+        self.group = check_group(group)
+        self.scale = None if scale is None else check_scale(scale)
+        self.backend = check_backend(backend, kind)
+        self.validate = boolean("validate", validate)
+
+    def _call_options(self) -> dict[str, object]:
+        """The arguments that a call is made with."""
+        return {name: getattr(self, name) for name in ("group", *self._options)}
+
     def __deepcopy__(self, memo: dict) -> Self:
         # The copy shares the group, which cannot be copied.
         memo |= {id(self.group): self.group}
@@ -37,7 +53,7 @@ class _OnRanks(Layer):
         return other
 
 
-class RingDilatedAttention(_OnRanks):
+class RingDilatedAttention(_RingAttention):
     """`ring_dilated_attention` as a module, without parameters. Train and eval differ only by dropout.
 
     Args:
@@ -51,6 +67,9 @@ class RingDilatedAttention(_OnRanks):
     >>> RingDilatedAttention(DilatedPattern((4,), (2,)), transport="ring").transport
     'ring'
     """
+
+    _options = ("transport", "weights", "memory_limit", "scale", "kv_ordering", "backend", "validate")
+    shown = ("pattern", *_options[:3], "dropout", *_options[3:])
 
     def __init__(
         self,
@@ -66,15 +85,11 @@ class RingDilatedAttention(_OnRanks):
         backend: str = "auto",
         validate: bool = True,
     ):
-        super().__init__()
+        super().__init__(group, scale, backend, DilatedPattern, validate)
         self.pattern = check_dilated(pattern)
-        self.group = check_group(group)
         self.transport, self.weights, self.memory_limit = check_planning(transport, weights, memory_limit).values()
         self.dropout = check_dropout("dropout", dropout)  # a call in eval would not check it
-        self.scale = None if scale is None else check_scale(scale)
         self.kv_ordering = check_spec(kv_ordering)
-        self.backend = check_backend(backend, DilatedPattern)
-        self.validate = boolean("validate", validate)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, *, is_causal: bool = False
@@ -87,17 +102,12 @@ class RingDilatedAttention(_OnRanks):
             is_causal: whether keys after the query are excluded.
         """
         refuse_tracers(q, k, v)
-        options = {"is_causal": is_causal, "key_padding_mask": key_padding_mask}
-        options["dropout_p"] = self.dropout if self.training else 0.0
-        options |= {name: getattr(self, name) for name in ("group", *PLANNING, *OPTIONS)}
-        return ring_dilated_attention(q, k, v, self.pattern, **options)
-
-    def extra_repr(self) -> str:
-        names = ("pattern", *PLANNING, "dropout", *OPTIONS)
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        dropout_p = self.dropout if self.training else 0.0
+        options = {"is_causal": is_causal, "key_padding_mask": key_padding_mask, "dropout_p": dropout_p}
+        return ring_dilated_attention(q, k, v, self.pattern, **options, **self._call_options())
 
 
-class RingNeighbourhoodAttention(_OnRanks):
+class RingNeighbourhoodAttention(_RingAttention):
     """`ring_neighbourhood_attention` as a module, without parameters.
 
     Args:
@@ -111,6 +121,9 @@ class RingNeighbourhoodAttention(_OnRanks):
     'eager'
     """
 
+    _options = ("shards", "ordering", "scale", "backend", "validate")
+    shown = ("neighbourhood", *_options)
+
     def __init__(
         self,
         neighbourhood: Neighbourhood | tuple[Neighbourhood, ...],
@@ -122,14 +135,10 @@ class RingNeighbourhoodAttention(_OnRanks):
         backend: str = "auto",
         validate: bool = True,
     ):
-        super().__init__()
+        super().__init__(group, scale, backend, HeadNeighbourhoods, validate)
         self.neighbourhood, self.shards, self.ordering = neighbourhood, shards, ordering
-        options = DEFAULTS | {"shards": shards, "ordering": ordering}
-        GridSpread.checked(check_neighbourhood(neighbourhood), options, 1 if shards is None else None)
-        self.group = check_group(group)
-        self.scale = None if scale is None else check_scale(scale)
-        self.backend = check_backend(backend, HeadNeighbourhoods)
-        self.validate = boolean("validate", validate)
+        spreading = DEFAULTS | {"shards": shards, "ordering": ordering}
+        GridSpread.checked(check_neighbourhood(neighbourhood), spreading, 1 if shards is None else None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The output (batch, rows, heads, head_dim) of `ring_neighbourhood_attention`, which raises what is refused.
@@ -139,12 +148,7 @@ class RingNeighbourhoodAttention(_OnRanks):
             options: key_padding_mask, extra_k, extra_v, extra_padding_mask and return_lse, as there.
         """
         refuse_tracers(q, k, v)
-        own = {name: getattr(self, name) for name in ("shards", "ordering", "group", "scale", "backend", "validate")}
-        return ring_neighbourhood_attention(q, k, v, self.neighbourhood, **own, **options)
-
-    def extra_repr(self) -> str:
-        names = ("neighbourhood", "shards", "ordering", "scale", "backend", "validate")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return ring_neighbourhood_attention(q, k, v, self.neighbourhood, **self._call_options(), **options)
 
 
 @unscripted

@@ -354,6 +354,11 @@ def test_a_module_projects_and_serves_every_grid():
     torch.testing.assert_close(torch.compile(module, fullgraph=True)(x), module(x))
     with pytest.raises(ValueError, match=r"x must be \(batch, \*grid, embed_dim\)"):
         module(torch.ones(2, 12))
+    with pytest.raises(ValueError, match=r"extra must be \(batch, tokens, embed_dim\) and embed_dim 12, got .*2, 12\)"):
+        module(x, extra=torch.ones(2, 12))
+    with pytest.raises(ValueError, match="kv_heads must divide num_heads 3, got 2"):
+        NeighbourhoodAttention(12, 3, window=3, kv_heads=2)
+    assert "num_heads=3, kv_heads=1, window=3" in repr(module)
 
 
 def test_memory_does_not_grow_with_length_squared(monkeypatch):
