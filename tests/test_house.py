@@ -225,6 +225,8 @@ def printed_by(code: str, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+# What a process of its own is started with, for a point or as a rank.
+MEASURING = ["hilbert_lib.lab." + name for name in ("guarded.cases", "sweeps.causes", "sweeps.ring")]
 SUITE = ("pandas", "matplotlib", "click", "yaml", "papermill", "nbformat", "IPython", "PIL", "packaging")
 
 
@@ -232,7 +234,7 @@ SUITE = ("pandas", "matplotlib", "click", "yaml", "papermill", "nbformat", "IPyt
 def imported():
     """What importing the library takes beyond torch, first of what most programs name and then of all its product.
 
-    In one process: calls, and the names of modules that came with the first and with both.
+    In one process: calls, the names of modules that came with the first and with both, and at last with what measures.
     """
     product = [name for name, module in HOME.items() if not module.startswith("hilbert_lib.lab")]
     assert set(HOME) - set(product) == {"SafeBenchmarkRunner", "select_attention_backend"}
@@ -248,23 +250,31 @@ before = set(sys.modules)
 print(sum(entry.callcount for entry in profile.getstats()))
 print(*first)
 print(*first, *sys.modules.keys() - before)
+import {", ".join(MEASURING)}
+print(*sys.modules)
 """
-    calls, first, every = printed_by(script).splitlines()
-    return int(calls), first.split(), every.split()
+    calls, first, every, measuring = printed_by(script).splitlines()
+    return int(calls), first.split(), every.split(), measuring.split()
 
 
 def test_the_library_loads_neither_the_laboratory_nor_its_packages(imported):
     rooms = printed_by("import sys, hilbert_lib, hilbert_lib.ring; print(*sys.modules)").split()
     assert not {"torch", "hilbert_lib.ring.attention"} & set(rooms)
-    _, _, loaded = imported
+    _, _, loaded, _ = imported
     assert "hilbert_lib.ring.attention" in loaded
     assert not [name for name in loaded if name.startswith(("hilbert_lib.lab", "hilbert_lib.cli"))]
     assert not [name for name in loaded if name.split(".")[0] in SUITE]
 
 
+def test_a_process_that_measures_loads_no_package_for_tables_or_figures(imported):
+    *_, loaded = imported
+    assert set(MEASURING) <= set(loaded)
+    assert not [name for name in loaded if name.split(".")[0] in SUITE]
+
+
 def test_the_library_takes_a_quarter_of_a_second_beyond_torch(imported):
     """As the calls that so much time has room for: a time would hang on what runs beside."""
-    calls, loaded, _ = imported
+    calls, loaded, _, _ = imported
     assert calls < 50_000
     assert {name.split(".")[0] for name in loaded} <= {"hilbert_lib", "torch", *sys.stdlib_module_names}
 

@@ -10,14 +10,17 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from string import ascii_uppercase
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from hilbert_lib.files import json_text, write_whole
 from hilbert_lib.lab.environment import MACHINE, environment, say_hardware
 from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.lab.timing import SEED, Comparison, Measurement, interval_of, resampled_medians
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 RESULTS, PACKED = "results.jsonl", ".gz"
 FAILED = ".failed"  # ends the name of the folder of an attempt that did not finish
@@ -193,7 +196,7 @@ def records_to_draw(
     return committed, f"committed record, {say_hardware(committed[0]['environment'])}" if committed else ""
 
 
-def compare_runs(*folders: str | Path) -> pd.DataFrame:
+def compare_runs(*folders: str | Path) -> "pd.DataFrame":
     """Set the measurements of two or more runs side by side, each beside the first, which is A.
 
     Every results.jsonl below a folder counts, but those of points that failed or have not ended. On one hardware a row
@@ -201,6 +204,8 @@ def compare_runs(*folders: str | Path) -> pd.DataFrame:
     both runs timed in turn, and `ratio_of_ratios` is above 1 where b gains more there than here, in A. Both have a 95 %
     interval, `low` to `high`; what is missing is NaN. A ValueError names a run that cannot be compared.
     """
+    import pandas as pd
+
     if len(folders) < 2:
         raise ValueError(f"two runs or more are compared, got {len(folders)}")
     runs = [_read_run(Path(folder)) for folder in folders]
@@ -249,15 +254,19 @@ def _say(parameters: dict) -> str:
     return ", ".join(f"{name}={json.dumps(value)}" for name, value in sorted(parameters.items()))
 
 
-def _pooled(rows: list[dict]) -> pd.DataFrame:
+def _pooled(rows: list[dict]) -> "pd.DataFrame":
     """The samples of each case or pair, all repeats together, and its largest error."""
+    import pandas as pd
+
     table = pd.DataFrame(rows)
     key = [name for name in table if name not in ("samples_ms", "error")]
     return table.groupby(key, as_index=False).agg({"samples_ms": "sum", "error": "max"})  # the sum of lists is a list
 
 
-def _beside(first: pd.DataFrame, other: pd.DataFrame, letter: str, *, is_one: bool) -> pd.DataFrame:
+def _beside(first: "pd.DataFrame", other: "pd.DataFrame", letter: str, *, is_one: bool) -> "pd.DataFrame":
     """A's cases or pairs beside those of another run."""
+    import pandas as pd
+
     key = [name for name in first if name not in ("samples_ms", "error")]
     table = first.merge(other, "outer", on=key, suffixes=("_a", "_b"), indicator="found")
     found = {"both": "both", "left_only": "only in A", "right_only": f"only in {letter}"}

@@ -1,15 +1,18 @@
 """Records of sides and pairs as tables: every side of a sweep once, every pair of a sweep once."""
 
 import json
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 BACK_TO_BACK = ", back to back"  # ends the name of a sweep whose samples are windows of calls
 TOLD = ("host_ms", "watts", "joules", "celsius", "held_by")  # of such a side; and its clock
 
 
-def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
+def side_table(records: list[dict], sweep: str) -> "pd.DataFrame":
     """Every side of a sweep once, with the samples of all its pairs.
 
     Columns: name, the parameters, useful_flop, useful_bytes, error (the largest), peak_bytes, low_ms, median_ms and
@@ -20,6 +23,8 @@ def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
     >>> side_table([{**side, "samples_ms": [1.0, 2.0, 3.0], "peak_bytes": [8]}], "s").median_ms.tolist()
     [2.0]
     """
+    import pandas as pd
+
     pooled: dict[str, dict] = {}
     for record in of_sweep(records, sweep):
         for side, peak in zip(sides_of(record), record["peak_bytes"], strict=True):
@@ -43,7 +48,7 @@ def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
     return table
 
 
-def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
+def ratio_table(records: list[dict], sweep: str) -> "pd.DataFrame":
     """Every pair of a sweep once.
 
     Columns: a and b (names), the parameters of b, ratio (time of a over b's: above 1, b is faster) with its interval
@@ -54,6 +59,8 @@ def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
     >>> ratio_table([pair], "s").high.tolist()
     [2.1]
     """
+    import pandas as pd
+
     rows = []
     for record in of_sweep(records, sweep):
         a, b = record["a"], record["b"]
@@ -64,13 +71,15 @@ def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def both_ways(records: list[dict], sweep: str) -> pd.DataFrame:
+def both_ways(records: list[dict], sweep: str) -> "pd.DataFrame":
     """Every side of a sweep that was timed back to back as well: `side_table` of that, and `singly`, its TFLOP/s in
     single calls (NaN where it has none). Empty where nothing was timed back to back.
 
     >>> both_ways([], "backends").empty
     True
     """
+    import pandas as pd
+
     ways = {sides_of(record)[0]["parameters"]["sweep"] for record in records}
     if sweep + BACK_TO_BACK not in ways:
         return pd.DataFrame()

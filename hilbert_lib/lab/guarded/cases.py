@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 
 from hilbert_lib import checks
@@ -20,6 +20,9 @@ from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate
 from hilbert_lib.limits.memory import measure_peak
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
@@ -138,17 +141,21 @@ ATTENTION = Benchmark(
 )
 
 
-def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
+def outcome_table(lines: Iterable[dict]) -> "pd.DataFrame":
     """Every side of every point once, the last line of each point: its speed or what became of it; else NaN.
 
     paired: whether it was timed in turn with the first. ratio: time of the first backend over its own (above 1 it is
     faster), with its interval low to high. peak_bytes: of a call, its inputs apart.
     """
+    import pandas as pd
+
     return pd.DataFrame([row for _, row in _outcomes(lines)], columns=OUTCOME)
 
 
-def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
+def predicted_memory(lines: Iterable[dict]) -> "pd.DataFrame":
     """Predicted memory of a call of every side that can serve, its inputs apart, beside what it took, if measured."""
+    import pandas as pd
+
     rows = [
         {**row, "predicted_bytes": attention_estimate(point, row["backend"]).peak}
         for point, row in _outcomes(lines)
@@ -160,6 +167,8 @@ def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
 
 def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
     """Every side of every point once: the point, and what is known of the side."""
+    import pandas as pd
+
     for line in {line["key"]: line for line in lines if "point" in line}.values():
         point, records = line["point"], line["records"]
         speeds = side_table(records, SWEEP).eval("iqr_ms = high_ms - low_ms") if records else pd.DataFrame({"name": []})

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,6 +22,9 @@ from hilbert_lib.lab.records import Kept, records_to_draw
 from hilbert_lib.lab.timing import SEED, interval_of, resampled_medians
 from hilbert_lib.launch.isolated import run_isolated
 from hilbert_lib.ordering import Ordering
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 # ms: of a call, standard and Hilbert (004 prints tokens per s). No segment is printed, and 001 no rate.
 PRINTED = {
@@ -59,11 +62,13 @@ def rebuild_printed(
     return records
 
 
-def cause_table(records: Sequence[dict]) -> pd.DataFrame:
+def cause_table(records: Sequence[dict]) -> "pd.DataFrame":
     """The ratio of each cause (above 1: the Hilbert side seems faster), its interval, and how the two outputs differ.
 
     calls: over how many the first call's excess is to be spread to make the printed difference of times.
     """
+    import pandas as pd
+
     rows = [each for each in records if each.get("kind") == "cause"]
     table = pd.DataFrame(rows, columns=["document", "printed", "cause", "ratio", "output_difference"])
     table["claim"] = table.printed.astype(str) + "x, document " + table.document.astype(str)
@@ -72,13 +77,13 @@ def cause_table(records: Sequence[dict]) -> pd.DataFrame:
     return table.assign(printed=table.printed.astype(float), calls=np.where(table.cause == FIRST, calls, np.nan))
 
 
-def committed_causes() -> tuple[pd.DataFrame, str]:
+def committed_causes() -> "tuple[pd.DataFrame, str]":
     """The `cause_table` of the newest folder "causes" that is committed of a GPU, and its source; none without any."""
     records, source = records_to_draw([], "causes")
     return cause_table(records), source
 
 
-def finding(table: pd.DataFrame, source: str) -> str:
+def finding(table: "pd.DataFrame", source: str) -> str:
     """A title of two lines: the fair ratios, with their source, and for each printed one the nearest cause alone."""
     fair, alone = table[table.cause == FAIR].ratio, table[~table.cause.isin([FAIR, ALL])]
     near = alone.assign(off=np.log(alone.ratio / alone.printed).abs()).sort_values("off").drop_duplicates("claim")

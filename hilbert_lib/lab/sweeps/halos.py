@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +19,9 @@ from hilbert_lib.ring.attention import ring_neighbourhood_attention
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards, plan_halo
 from hilbert_lib.ring.plan.shards import Rectangles, Runs
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 RECTANGLES, STRIPS, RUNS = SHARDINGS = ("rectangles", "strips", "Hilbert runs")
 SIDES = (*SHARDINGS, ALONE)
@@ -136,13 +139,15 @@ def halo_costs(near: Neighbourhood, kind: str, ranks: int, *, heads: int, head_d
     return most | {"border": max(cost.border / cost.cells for cost in costs if cost.cells)}
 
 
-def halo_table(near: Neighbourhood, ranks: Iterable[int], kinds: Iterable[str] = SHARDINGS, **sizes) -> pd.DataFrame:
+def halo_table(near: Neighbourhood, ranks: Iterable[int], kinds: Iterable[str] = SHARDINGS, **sizes) -> "pd.DataFrame":
     """`halo_costs` of one grid by ranks and sharding, a row a plan.
 
     >>> sizes = {"heads": 1, "head_dim": 8, "dtype": torch.bfloat16}
     >>> halo_table(Neighbourhood((16, 16), 5), [4], **sizes).received_forward.tolist()
     [1152, 2048, 1152]
     """
+    import pandas as pd
+
     rows = []
     for p in ranks:
         for kind in kinds:

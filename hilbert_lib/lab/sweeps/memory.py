@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 
 from hilbert_lib.attention.modules import DilatedAttention
@@ -21,6 +21,9 @@ from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import Ordering, ordering_tables
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 Calls = Callable[[int], Results]  # of a length
 
@@ -38,7 +41,7 @@ def captured(run: Callable[[], Results], pool: tuple[int, int] | None = None) ->
     return graph, results
 
 
-def pair_table(records: list[dict], sweep: str) -> pd.DataFrame:
+def pair_table(records: list[dict], sweep: str) -> "pd.DataFrame":
     """`ratio_table` of a sweep that was timed, with the two medians, a_ms and b_ms."""
     medians = {f"{side}_ms": [record[side]["median_ms"] for record in of_sweep(records, sweep)] for side in "ab"}
     return ratio_table(records, sweep).assign(**medians)
@@ -200,11 +203,13 @@ def _emptied(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def pool_table(records: list[dict]) -> pd.DataFrame:
+def pool_table(records: list[dict]) -> "pd.DataFrame":
     """Every strategy on every workload, torch's caching allocator first, with its time over the strategy's as `ratio`.
 
     allocated_bytes and reserved_bytes are at their peaks, fragmented_bytes is the difference.
     """
+    import pandas as pd
+
     rows = []
     for record in (each for each in records if "a" in each and each["a"]["parameters"]["sweep"] == "pools"):
         held = zip(record["peak_bytes"], record["reserved_bytes"], strict=True)

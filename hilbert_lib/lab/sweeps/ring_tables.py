@@ -1,8 +1,8 @@
 """Tables of what is planned for rings, by ranks and tokens."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.plan import plan_ring
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 PLANNED, DENSE_RING, DENSE_GATHER = "dilated rows, as planned", "all k and v, round a ring", "all k and v, gathered"
 COSTS = ("sent_forward", "sent_backward", "memory_forward", "memory_backward")
@@ -30,11 +33,13 @@ def spanning_pattern(tokens: int, first_segment: int, growth: int = 2) -> Dilate
     return DilatedPattern([first_segment * rate for rate in rates], rates)
 
 
-def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **sizes) -> pd.DataFrame:
+def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **sizes) -> "pd.DataFrame":
     """`COSTS` of the costliest rank in bytes, of a spanning pattern and of dense attention over as many tokens.
 
     points: (tokens, ranks) of each plan. **sizes: as `plan_ring` takes them.
     """
+    import pandas as pd
+
     rows = []
     for tokens, ranks in dict.fromkeys(points):
         dense = DilatedPattern((tokens,), (1,))
@@ -51,12 +56,14 @@ def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **si
 
 def split_table(
     pattern: DilatedPattern, tokens: int, ranks: int, kinds: Iterable[str], *, kv_heads: int = 1
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """(position, KV head) rows that the costliest rank receives, the sequence ordered before it is split and after.
 
     Before, a rank holds consecutive slots of one curve through the whole sequence; after, consecutive positions, in
     whatever order it likes. Rows are counted branch by branch, by enumeration.
     """
+    import pandas as pd
+
     after = _most_received(pattern, torch.arange(tokens, device="cpu") * ranks // tokens, ranks, kv_heads)
     rows = []
     for kind in kinds:
