@@ -1,4 +1,4 @@
-"""What every launch needs: configurations of the kernels, a grid, and the arguments that the kernels share."""
+"""Configurations of the kernels, and the grid and arguments that all launches share."""
 
 from dataclasses import dataclass
 
@@ -20,13 +20,13 @@ class Config:
     block_n: int  # keys of a tile
     num_warps: int = 4
     num_stages: int = 2
-    maxnreg: int | None = None  # registers of a thread at first, where more would keep a second program off an SM
+    maxnreg: int | None = None  # registers of a thread at its start; more would keep a second program off an SM
     together: int = schedule.TILES_TOGETHER  # as in `schedule.tables`
 
 
 INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
-# By bytes of an element and largest head_dim; an A100's shared memory holds all of them. What they take on an H200 and
-# what others do is in reports/HISTORY.md ("Configurations of the plain kernels").
+# (bytes of an element, largest head_dim) -> configuration. Each fits an A100's shared memory. Times on an H200 are in
+# reports/HISTORY.md ("Configurations of the plain kernels"), of other configurations too.
 CONFIGS = {
     "forward": {
         (2, 64): Config(128, 64, 4, 3), (2, 128): Config(128, 64, 8, 3), (2, 256): Config(64, 64, 8, 2),
@@ -45,7 +45,7 @@ STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the
 
 
 def config_of(kernel: str, q: Tensor) -> Config:
-    """The configuration of a kernel for a dtype and head_dim."""
+    """The configuration of a kernel for the dtype and head_dim of q."""
     if is_interpreted():
         return INTERPRETED[kernel]
     configs = CONFIGS[kernel].items()
@@ -53,7 +53,7 @@ def config_of(kernel: str, q: Tensor) -> Config:
 
 
 def as_asked(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Results in the dtype of what was given, before `as_computed`."""
+    """The results in `dtype`, that of the inputs before `as_computed`."""
     return tuple(x if x.dtype == dtype else x.to(dtype) for x in tensors)
 
 
@@ -63,23 +63,23 @@ def is_interpreted() -> bool:
 
 
 def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that a kernel is given: float32 for the interpreter, which computes bfloat16 wrongly."""
+    """The tensors as a kernel takes them. The interpreter takes float32, since it computes bfloat16 wrongly."""
     return tuple(x.float() for x in tensors) if is_interpreted() else tensors
 
 
-def result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Request) -> Tensor:
-    """Memory for a result: rows that no pass visits are 0."""
-    written = len(todo) > 1 or schedule.covers_all(call.pattern)
+def result(like: Tensor, passes: tuple[schedule.Pass, ...], call: Request) -> Tensor:
+    """An output tensor shaped like `like`. It is filled with 0 where some rows are in no pass."""
+    written = len(passes) > 1 or schedule.covers_all(call.pattern)
     return (torch.empty_like if written else torch.zeros_like)(like, memory_format=torch.contiguous_format)
 
 
 def launch_arguments(
-    q: Tensor, k: Tensor, v: Tensor, call: Request, one: schedule.Pass, config: Config,
+    q: Tensor, k: Tensor, v: Tensor, call: Request, branch_pass: schedule.Pass, config: Config,
     *, rows: str, first: bool, last: bool,
 ) -> tuple[tuple[int], dict]:  # fmt: skip
-    """Grid and shared arguments of a pass over the tiles of `rows`, "queries" or "keys". q stands in for unused ones.
+    """Grid and shared arguments of a pass over the tiles of `rows`, "queries" or "keys".
 
-    The first pass reads no partial results, and the last writes none.
+    q stands in for tensors that are not used. The first pass reads no partial results, and the last writes none.
     """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
@@ -89,12 +89,14 @@ def launch_arguments(
         begin, length, block, tile_heads = 0, keys, config.block_n, kv_heads
     if call.cu_seqlens is None:
         together = config.together if length == keys else 0
-        tables, documents = schedule.tables(call.pattern, one, keys, kv_heads, block, together, q.device), None
+        tables, documents = schedule.tables(call.pattern, branch_pass, keys, kv_heads, block, together, q.device), None
         chunks = (begin + length - 1) // tables.chunk - begin // tables.chunk + 1
         programs = chunks * tables.items.shape[2]
     else:
-        known = packed.tables(call.pattern, one, packed.scheduled_length(call, keys), kv_heads, block, q.device)
-        tables, documents = known.tables, packed.places(call.cu_seqlens, keys, known)
+        packed_tables = packed.tables(
+            call.pattern, branch_pass, packed.scheduled_length(call, keys), kv_heads, block, q.device
+        )
+        tables, documents = packed_tables.tables, packed.places(call.cu_seqlens, keys, packed_tables)
         programs = chunks = len(documents)
     phases, count = tables.items.shape[1:3]
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
@@ -108,8 +110,8 @@ def launch_arguments(
         **dict(zip(STRIDES, strides, strict=True)),
         "first_query": call.first_query, "queries": queries, "keys": keys,
         "heads" if rows == "queries" else "kv_heads": tile_heads, "group": heads // kv_heads,
-        "chunk": tables.chunk, "stride": one.stride, "chunks": chunks, "phases": phases, "count": count,
-        "n_branches": len(one.branches),
+        "chunk": tables.chunk, "stride": branch_pass.stride, "chunks": chunks, "phases": phases, "count": count,
+        "n_branches": len(branch_pass.branches),
         "HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "CAUSAL": call.is_causal, "GATHER": call.inverse is not None, "PADDING": call.key_padding_mask is not None,
         "DROPOUT": call.dropout_p > 0.0, "READ_PARTIAL": not first, "WRITE_PARTIAL": not last,

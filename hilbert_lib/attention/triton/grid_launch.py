@@ -1,4 +1,4 @@
-"""Launches of the plain kernels for grids."""
+"""Launches of the plain kernels for grids: arguments of `grid.query_kernel` and `grid.key_kernel`."""
 
 from functools import lru_cache
 from math import prod
@@ -20,40 +20,40 @@ TILES = {64: {1: (1, 1, 64), 2: (1, 8, 8), 3: (4, 4, 4)}, 16: {1: (1, 1, 16), 2:
 AXES = "012"
 
 
-def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
-    out = torch.empty(given.q.shape, dtype=given.q.dtype, device=given.q.device)
-    lse = torch.empty(*_by_row(given.q), dtype=torch.float32, device=given.q.device)
-    given = Tensors(*as_computed(*given))
+    out = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
+    lse = torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=inputs.q.device)
+    inputs = Tensors(*as_computed(*inputs))
 
     def starts() -> list[Start]:
-        return [of_queries(given, request, out=out, lse=lse)]
+        return [of_queries(inputs, request, out=out, lse=lse)]
 
-    tensors = (*given, *tensors_of(request, out.device))
+    tensors = (*inputs, *tensors_of(request, out.device))
     start(starts, tensors, "grid forward", *request.options, made=(out, lse))
     return out, lse
 
 
-def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
-    """Gradients of q, k, v and of the extra keys, from the merged out and lse; the same bits every time."""
+def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
     in_float = request.part is not None and request.part.in_float
-    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(given)]
-    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(given, dtypes, strict=True)))
-    dout, out, *computed = as_computed(dout, out, *given)
-    given = Tensors(*computed)
-    lse, delta = lse.contiguous(), torch.empty(*_by_row(given.q), dtype=torch.float32, device=lse.device)
+    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(inputs)]
+    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(inputs, dtypes, strict=True)))
+    dout, out, *computed = as_computed(dout, out, *inputs)
+    inputs = Tensors(*computed)
+    lse, delta = lse.contiguous(), torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=lse.device)
 
     def starts() -> list[Start]:
-        made = [
+        launches = [
             delta_of(dout, out, delta),
-            of_queries(given, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
-            of_keys(dout, given, lse, delta, request, grads, extra=False),
+            of_queries(inputs, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
+            of_keys(dout, inputs, lse, delta, request, grads, extra=False),
         ]
-        if given.extra_k.shape[1]:
-            made.append(of_keys(dout, given, lse, delta, request, grads, extra=True))
-        return made
+        if inputs.extra_k.shape[1]:
+            launches.append(of_keys(dout, inputs, lse, delta, request, grads, extra=True))
+        return launches
 
-    tensors = (*given, dout, out, lse, *tensors_of(request, out.device))
+    tensors = (*inputs, dout, out, lse, *tensors_of(request, out.device))
     start(starts, tensors, "grid backward", *request.options, made=(delta, *grads))
     return grads
 
@@ -63,7 +63,7 @@ def _by_row(q: Tensor) -> tuple[int, int, int]:
 
 
 def delta_of(dout: Tensor, out: Tensor, delta: Tensor) -> Start:
-    """The sums over dout * out, which every gradient needs."""
+    """The launch that computes delta, the sum of dout * out over head_dim, which every gradient needs."""
     batch, seq, heads, head_dim = out.shape
     rows, block = batch * seq * heads, 4096 // block_d(head_dim)
     sizes = {"rows": rows, "queries": seq, "heads": heads, "HEAD_DIM": head_dim}
@@ -72,45 +72,48 @@ def delta_of(dout: Tensor, out: Tensor, delta: Tensor) -> Start:
 
 
 def of_queries(
-    given: Tensors, request: Request, *, out: Tensor, lse: Tensor, dout=None, delta=None, dq=None, flag=None
+    inputs: Tensors, request: Request, *, out: Tensor, lse: Tensor, dout=None, delta=None, dq=None, flag=None
 ) -> Start:  # fmt: skip
-    """The forward or, with dout, dq; with a flag only where that is set. q stands in for what is not used."""
-    q, extra = given.q, given.extra_k.shape[1]
-    named = rules(given, request)
+    """The launch of the forward or, with `dout`, of dq. With a `flag` it runs only where the flag is set.
+
+    q stands in for tensors that are not used.
+    """
+    q, extra = inputs.q, inputs.extra_k.shape[1]
+    named = rules(inputs, request)
     tiles = _tiles(request, keys=False)
-    names = {f"T{n}": side for n, side in zip(AXES, _sides(request), strict=True)}
-    strides = _strides("qkvef", given) | _strides("d", (q if dout is None else dout,))
+    names = {f"T{n}": cells for n, cells in zip(AXES, _sides(request), strict=True)}
+    strides = _strides("qkvef", inputs) | _strides("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
-    more = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": 64 if not is_interpreted() else 16}
-    more |= {"IF_FLAG": flag is not None}
-    tensors = given._asdict() | {"out": out, "lse": lse, "extra_padding": extra_padding(given, request)}
+    flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": 64 if not is_interpreted() else 16}
+    flags |= {"IF_FLAG": flag is not None}
+    tensors = inputs._asdict() | {"out": out, "lse": lse, "extra_padding": extra_padding(inputs, request)}
     optional = {"dout": dout, "delta": delta, "dq": dq, "flag": flag}
     tensors |= {name: q if x is None else x for name, x in optional.items()}
-    named |= strides | masks | more | names | tensors
+    named |= strides | masks | flags | names | tensors
     named.pop("q")
     return Start(query_kernel, (tiles, q.shape[2], q.shape[0]), (q,), named)
 
 
 def of_keys(
-    dout: Tensor, given: Tensors, lse: Tensor, delta: Tensor, request: Request, grads: Tensors, *, extra: bool
+    dout: Tensor, inputs: Tensors, lse: Tensor, delta: Tensor, request: Request, grads: Tensors, *, extra: bool
 ) -> Start:  # fmt: skip
-    """dk and dv of the grid's keys, or of the extra ones."""
-    (k, v), (dk, dv) = (x[3:] if extra else x[1:3] for x in (given, grads))
-    named = rules(given, request)
+    """The launch of dk and dv, of the grid's keys or of the extra keys."""
+    (k, v), (dk, dv) = (x[3:] if extra else x[1:3] for x in (inputs, grads))
+    named = rules(inputs, request)
     padding = request.extra_padding_mask if extra else request.key_padding_mask
     sides = (1, 1, prod(_sides(request))) if extra else _sides(request)
-    named |= {f"T{n}": side for n, side in zip(AXES, sides, strict=True)}
-    named |= _strides("qkvd", (given.q, k, v, dout))
+    named |= {f"T{n}": cells for n, cells in zip(AXES, sides, strict=True)}
+    named |= _strides("qkvd", (inputs.q, k, v, dout))
     named |= {"k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "dk": dk, "dv": dv, "EXTRA": extra}
-    named |= {"PADDING": padding is not None, "padding": given.q if padding is None else padding.contiguous()}
+    named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
     named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
     tiles = -(-k.shape[1] // prod(sides)) if extra else _tiles(request, keys=True)
-    return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (given.q,), named)
+    return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
 
 
 def _strides(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
     pairs = zip(names, tensors, strict=True)
-    return {f"stride_{own}{axis}": x.stride(n) for own, x in pairs for n, axis in enumerate("bnh")}
+    return {f"stride_{name}{axis}": x.stride(n) for name, x in pairs for n, axis in enumerate("bnh")}
 
 
 def _sides(request: Request) -> tuple[int, int, int]:
@@ -118,24 +121,24 @@ def _sides(request: Request) -> tuple[int, int, int]:
 
 
 def _tiles(request: Request, *, keys: bool) -> int:
-    # How many rectangles of queries or of keys there are.
-    axes, part, found = request.neighbourhoods[0].axes, request.part, 1
-    for n, (axis, side) in enumerate(zip(axes, _sides(request)[3 - len(axes) :], strict=True)):
+    # Number of tiles of queries or of keys.
+    axes, part, tiles = request.neighbourhoods[0].axes, request.part, 1
+    for n, (axis, tile_cells) in enumerate(zip(axes, _sides(request)[3 - len(axes) :], strict=True)):
         cells = len((part.keys if keys else part.queries)[n]) if part else axis.cells
         ranks = -(-cells // axis.dilation)
-        found *= axis.dilation * -(-ranks // side)
-    return found
+        tiles *= axis.dilation * -(-ranks // tile_cells)
+    return tiles
 
 
 @lru_cache(maxsize=256)
 def axes_of(near: Neighbourhood) -> tuple[Axis, Axis, Axis]:
-    """The axes of a grid, the last of three."""
+    """Three axes: those of a grid, after axes of one cell."""
     return (Axis(1, 1, 1, 1, False, "shift"),) * (3 - len(near.axes)) + near.axes
 
 
 @lru_cache(maxsize=256)
 def _of_axes(near: Neighbourhood) -> dict:
-    # What kernels are told of the axes.
+    # Arguments of the kernels for the axes.
     named = {}
     for n, axis in zip(AXES, axes_of(near), strict=True):
         named |= {f"n{n}": axis.cells, f"d{n}": axis.dilation, f"s{n}": axis.stride}
@@ -143,42 +146,42 @@ def _of_axes(near: Neighbourhood) -> dict:
     return named
 
 
-def extra_padding(given: Tensors, request: Request) -> Tensor:
-    """The mask of extra keys; q stands in for it."""
-    return given.q if request.extra_padding_mask is None else request.extra_padding_mask.contiguous()
+def extra_padding(inputs: Tensors, request: Request) -> Tensor:
+    """The mask of extra keys; q stands in where there is none."""
+    return inputs.q if request.extra_padding_mask is None else request.extra_padding_mask.contiguous()
 
 
 def inverse_of(request: Request, device: torch.device) -> Tensor | None:
-    """The row of each cell, where they are not stored row by row."""
+    """The row in storage of each cell; None where cells are stored row by row."""
     return request.slots if request.ordering is None else request.ordering.slots(device)
 
 
 def tensors_of(request: Request, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Those of a call that kernels read besides those with gradients."""
+    """Tensors of a call that kernels read and that have no gradient."""
     return request.key_padding_mask, request.extra_padding_mask, inverse_of(request, device)
 
 
-def rules(given: Tensors, request: Request) -> dict:
-    """What every kernel is told of a call, the warp-specialised ones too."""
-    q, near, part = given.q, request.neighbourhoods[0], request.part
-    windows = tuple((1,) * (3 - len(near.axes)) + each.window for each in request.neighbourhoods)
+def rules(inputs: Tensors, request: Request) -> dict:
+    """Arguments that every kernel for grids takes, the warp-specialised ones too."""
+    q, near, part = inputs.q, request.neighbourhoods[0], request.part
+    windows = tuple((1,) * (3 - len(near.axes)) + neighbourhood.window for neighbourhood in request.neighbourhoods)
     inverse = inverse_of(request, q.device)
     return _of_axes(near) | {
         "windows": _windows(windows, q.device),
         "boxes": q if part is None else _boxes(part, near.shape if request.slots is not None else None, q.device),
         "inverse": q if inverse is None else inverse,
         "padding": q if request.key_padding_mask is None else request.key_padding_mask.contiguous(),
-        "scale": request.scale, "heads": q.shape[2], "group": q.shape[2] // given.k.shape[2],
-        "extra": given.extra_k.shape[1], "q_rows": q.shape[1], "k_rows": given.k.shape[1], "HEAD_DIM": q.shape[3],
+        "scale": request.scale, "heads": q.shape[2], "group": q.shape[2] // inputs.k.shape[2],
+        "extra": inputs.extra_k.shape[1], "q_rows": q.shape[1], "k_rows": inputs.k.shape[1], "HEAD_DIM": q.shape[3],
         "BLOCK_D": block_d(q.shape[3]), "GATHER": inverse is not None, "PART": part is not None,
         "PRECISION": products_of_float32(), "num_warps": 4,
-        # With three stages Triton 3.6 computes a wrong dq in float32 where rows are found in a table (seen on an H200).
+        # With three stages Triton 3.6 computes a wrong float32 dq where rows are looked up in a table (on an H200).
         "num_stages": 2,
     }  # fmt: skip
 
 
 def edge_of(axis: Axis) -> int:
-    """The number of what happens at the ends of an axis, as kernels know it."""
+    """The index in `EDGES` of the edge rule of an axis. A causal axis is clipped."""
     return EDGES.index("clip" if axis.is_causal else axis.edge)
 
 
@@ -188,11 +191,15 @@ def _windows(windows: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
 
 
 @cached_for_graphs(maxsize=256)
-def _boxes(part: GridPart, gathered: tuple[int, ...] | None, device: torch.device) -> Tensor:
-    # As the kernels read them; where rows are found through a table, by cells of the whole grid.
+def _boxes(part: GridPart, grid: tuple[int, ...] | None, device: torch.device) -> Tensor:
+    # (3, 8): for each axis the extent of q, then that of k. Rows that are looked up in a table lie in the whole grid.
     lines = [(0, 1, 0, 1) * 2] * (3 - len(part.rows))
     for n, (rows, queries, keys) in enumerate(zip(part.rows, part.queries, part.keys, strict=True)):
-        held = [range(gathered[n])] * 2 if gathered else [rows, keys]
-        pairs = zip(held, (queries, keys), strict=True)
-        lines.append([end for own, some in pairs for end in (own.start, len(own), some.start, some.stop)])
+        q_cells, k_cells = (range(grid[n]), range(grid[n])) if grid else (rows, keys)
+        lines.append((*_extent(q_cells, queries), *_extent(k_cells, keys)))
     return torch.tensor(lines, dtype=torch.int32, device=device)
+
+
+def _extent(cells: range, computed: range) -> tuple[int, int, int, int]:
+    # First cell, number of cells, first computed cell, and the cell after the last computed one.
+    return cells.start, len(cells), computed.start, computed.stop

@@ -1,9 +1,20 @@
-"""Which rows a program takes: rows that are in the same branches, so that a whole tile is in a branch or not.
+"""Rows of each program: a whole tile is in a branch or not, since its rows are in the same branches.
 
-Positions are cut into chunks of the smallest segment length. Within a chunk, positions of one residue modulo `stride`,
-the lcm of the rates, are in the same branches; they are a class. Classes that are in the same branches are joined
-to one ascending list of rows, and a tile is BLOCK rows of such a list: all but the last of a list are full whatever the
-rates, and lie close together. Where the lcm outgrows the chunks, branches are split into groups, one pass each.
+Positions are cut into chunks of the smallest segment length. Positions of a chunk that are equal modulo `stride`, the
+lcm of the rates, are a class: they are in the same branches. Classes that are in the same branches form one ascending
+list of rows. A tile is `block` rows of a list. Two branches (12, 2) and (24, 3), chunk 12, stride 6, blocks of 3 rows:
+
+    position       0  1  2  3  4  5  6  7  8  9 10 11 | 12 ...
+    class          0  1  2  3  4  5  0  1  2  3  4  5
+    branch 12, 2   x     x     x     x     x     x
+    branch 24, 3   x        x        x        x
+
+    list           in both: 0 6      in the first: 2 4 8 10       in the second: 3 9
+    its classes    0                 2 4                          3
+    tiles          0 6               2 4 8 | 10                   3 9
+
+Every tile of a list but its last is full, whatever the rates are, and its rows lie close together. Where the lcm
+outgrows the chunks, branches are split into groups, and each group is a pass of its own.
 """
 
 from dataclasses import dataclass
@@ -16,44 +27,45 @@ from torch import Tensor
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.dilated import DilatedPattern
 
-LARGEST_TABLE = 1 << 18  # classes that are looked at for one table; beyond it every class is a list of its own
-TILES_TOGETHER = 256  # of several chunks, the longest first: about two for each program that a large GPU runs at a time
+LARGEST_TABLE = 1 << 18  # classes of one table; beyond it every class is a list of its own
+TILES_TOGETHER = 256  # tiles of several chunks in one order: about two for each program that a large GPU runs at a time
 Members = dict[tuple[int, ...], list[int]]  # the classes of a chunk, by the branches that they are in
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One launch: some branches, and the rows that it visits."""
+    """One launch: some branches, and the rows of its tiles."""
 
     branches: tuple[int, ...]  # indices of the pattern's
-    chunk: int  # the rows of a tile lie in one stretch of this many positions
-    stride: int  # every rate divides it; the chunk, where that is shorter
+    chunk: int  # positions of a chunk; the rows of a tile lie in one chunk
+    stride: int  # lcm of the rates, or the chunk where that is shorter
     is_aligned: bool  # whether every tile lies in one segment of each branch
-    covers_all: bool  # whether it also visits rows that are in none of its branches
+    covers_all: bool  # whether rows that are in none of its branches have tiles too
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What a kernel reads of a pass: int32 tensors, and their sizes.
+    """Tables of a pass that its kernel reads: int32 tensors, and their sizes.
 
     A tile is (start in `classes`, number of classes, first row, rows); tiles of 0 rows fill up. Row u of a list of n
-    classes is at `chunk start + classes[start + u % n] + stride * (u // n)`; in the last chunk some lie past the end.
+    classes is at `chunk start + classes[start + u % n] + stride * (u // n)`. Some rows of the last chunk lie past the
+    end.
     """
 
-    branches: Tensor  # (branches, 2): segment length and rate, at most the length of the sequence
+    branches: Tensor  # (branches, 2): segment length and rate, each at most the length of the sequence
     offsets: Tensor  # (branches, kv_heads): -1 where the head does not use the branch
-    branch_ids: Tensor  # (branches,): indices in the pattern, which key the dropout bits
-    items: Tensor  # (kv_heads, phases, count, 4): the tiles of a chunk; those in most branches, the longest, first
+    branch_ids: Tensor  # (branches,): indices in the pattern; dropout bits depend on them
+    items: Tensor  # (kv_heads, phases, count, 4): the tiles of a chunk; tiles in most branches, the longest, come first
     classes: Tensor  # positions from the start of a chunk, list after list
-    chunk: int  # positions of such a chunk: one of the pass, or several together
-    cut: bool  # whether some tile is not full: at the end of its list, or of the sequence
+    chunk: int  # positions of a chunk of the table: one chunk of the pass, or several together
+    cut: bool  # whether some tile is not full, at the end of its list or of the sequence
 
 
 @lru_cache(maxsize=1024)
 def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]:
     """The launches of one call in tiles of `block` rows, the coarsest rates first.
 
-    Of several, the last visits every row and writes the result.
+    The last of several launches visits every row and writes the result.
 
     >>> [p.branches for p in passes(DilatedPattern((64, 4096), (1, 512)), 8192, 32)]
     [(1,), (0,)]
@@ -74,7 +86,7 @@ def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]
 
 
 def pass_of(pattern: DilatedPattern, branches: tuple[int, ...], length: int, covers_all: bool = False) -> Pass:
-    """The launch of some branches of a pattern."""
+    """The launch of these branches of a pattern."""
     lengths = [pattern.segment_lengths[i] for i in branches]
     chunk = max(1, min(length, *lengths))
     stride = min(chunk, lcm(*(pattern.dilation_rates[i] for i in branches)))
@@ -90,81 +102,108 @@ def head_offsets(pattern: DilatedPattern, branch: int, kv_heads: int) -> tuple[i
 
 
 def covers_all(pattern: DilatedPattern) -> bool:
-    """Whether every row is in a branch, so that a single pass writes them all."""
+    """Whether every row is in a branch, so that a single pass writes all rows."""
     return 1 in pattern.dilation_rates and pattern.mixing == "softmax"
 
 
 @cached_for_graphs()
 def tables(
-    pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, together: int, device: torch.device
-) -> Tables:
+    pattern: DilatedPattern, branch_pass: Pass, length: int, kv_heads: int, block: int, together: int,
+    device: torch.device,
+) -> Tables:  # fmt: skip
     """The tables of one pass, in tiles of `block` rows.
 
-    A GPU begins programs in order, and would idle at the end if the last were long. So up to `together` tiles of
-    several chunks stand together, the longest first: of so few chunks that the keys that their tiles share stay in the
-    cache. Where all tiles are in as many branches chunks stand apart: nothing would be gained, and programs would read
-    larger tables. `together` is 0 where a launch may visit a part of a sequence.
-    """
-    # Longer than the sequence is as good as its length, and fits 32 bits.
-    used = [(min(pattern.branches[i][0], length), min(pattern.branches[i][1], length)) for i in one.branches]
-    offsets = [head_offsets(pattern, i, kv_heads) for i in one.branches]
-    chunks = max(1, ceil(length / one.chunk))
-    # A segment begins again at residue 0 where its rate divides it; then its length does not matter.
-    periods = [r if w % r == 0 or w >= length else w for w, r in used]
-    phases = min(chunks, lcm(one.chunk, *periods) // one.chunk) if one.is_aligned else 1
-    known = one.is_aligned and phases * one.stride <= LARGEST_TABLE
+    A GPU begins programs in order, and idles at the end if the last are long. So tiles of several chunks stand in one
+    order, the longest first. At most `together` tiles do: the keys that they share then stay in the cache. Chunks stand
+    apart where all tiles are in equally many branches, since an order gains nothing and larger tables cost reads.
+    `together` is 0 where a launch may visit a part of a sequence.
 
-    chunks_together = 1
-    if known:
+    >>> pattern = DilatedPattern((12, 24), (2, 3), offsets="zero")
+    >>> example = tables(pattern, pass_of(pattern, (0, 1), 12), 12, 1, 3, 0, torch.device("cpu"))
+    >>> example.classes.tolist(), example.items.tolist()
+    ([0, 2, 4, 3], [[[[0, 1, 0, 2], [1, 2, 0, 3], [1, 2, 3, 1], [3, 1, 0, 2]]]])
+    """
+    # A segment longer than the sequence is as good as its length, and fits 32 bits.
+    branches = [(min(w, length), min(r, length)) for w, r in (pattern.branches[i] for i in branch_pass.branches)]
+    offsets = [head_offsets(pattern, i, kv_heads) for i in branch_pass.branches]
+    chunks = max(1, ceil(length / branch_pass.chunk))
+    phases = _phases(branches, branch_pass, length, chunks)
+    if branch_pass.is_aligned and phases * branch_pass.stride <= LARGEST_TABLE:
         heads = list(zip(*offsets, strict=True))
-        members = {  # heads with the same offsets share theirs
-            head: [_members(head, used, one, phase * one.chunk) for phase in range(phases)]
+        members = {  # heads with the same offsets share them
+            head: [_members(head, branches, branch_pass, phase * branch_pass.chunk) for phase in range(phases)]
             for head in dict.fromkeys(heads)
         }
-        every = [each for by_phase in members.values() for each in by_phase]
-        most = together // (phases * max(1, *(len(_tiles([each], one, block, [])) for each in every)))
-        differ = len({len(inside) for each in every for inside in each}) > 1
-        if differ and most:
-            repeats = ceil(chunks / phases)
-            # In equal shares: little of the last is past the end. One alone needs no whole periods.
-            several = min(chunks, ceil(repeats / ceil(repeats / most)) * phases)
-            chunks_together = several if several * one.stride <= LARGEST_TABLE else 1
+        all_phases = [phase for by_phase in members.values() for phase in by_phase]
+        chunks_together = _chunks_together(all_phases, branch_pass, chunks, phases, block, together)
     else:  # every head visits all rows, and each class is a list of its own
         heads = [()] * kv_heads
-        members = {(): [{(c,): [c] for c in range(one.stride)}]}
+        members = {(): [{(c,): [c] for c in range(branch_pass.stride)}]}
+        chunks_together = 1
 
     lists: list[int] = []
     tiles = {}
     for head, by_phase in members.items():
-        several = [by_phase[n % phases] for n in range(chunks_together)]
-        rows = [several] if chunks_together > 1 else [[each] for each in by_phase]
-        tiles[head] = [_tiles(row, one, block, lists) for row in rows]
-    every = [row for of_head in tiles.values() for row in of_head]
-    count = max(1, *map(len, every))
-    cut = bool(length % one.chunk) or any(rows < block for row in every for *_, rows in row)
+        if chunks_together > 1:
+            rows = [[by_phase[n % phases] for n in range(chunks_together)]]
+        else:
+            rows = [[phase] for phase in by_phase]
+        tiles[head] = [_tiles(row, branch_pass, block, lists) for row in rows]
+    all_rows = [row for by_phase in tiles.values() for row in by_phase]
+    count = max(1, *map(len, all_rows))
+    cut = bool(length % branch_pass.chunk) or any(rows < block for row in all_rows for *_, rows in row)
     items = [[row + [(0, 1, 0, 0)] * (count - len(row)) for row in tiles[head]] for head in heads]
-    data = (used, offsets, one.branches, items, lists or [0])
-    made = [torch.tensor(each, dtype=torch.int32, device=device) for each in data]
-    return Tables(*made, chunk=chunks_together * one.chunk, cut=cut)
+    numbers = (branches, offsets, branch_pass.branches, items, lists or [0])
+    tensors = [torch.tensor(table, dtype=torch.int32, device=device) for table in numbers]
+    return Tables(*tensors, chunk=chunks_together * branch_pass.chunk, cut=cut)
 
 
-def _members(head: tuple[int, ...], used: list[tuple[int, int]], one: Pass, start: int) -> Members:
+def _phases(branches: list[tuple[int, int]], branch_pass: Pass, length: int, chunks: int) -> int:
+    # Number of chunks after which classes are in the same branches again.
+    if not branch_pass.is_aligned:
+        return 1
+    # Residues go on across segments whose length their rate divides: the period is the rate, not the segment.
+    periods = [r if w % r == 0 or w >= length else w for w, r in branches]
+    return min(chunks, lcm(branch_pass.chunk, *periods) // branch_pass.chunk)
+
+
+def _chunks_together(
+    all_phases: list[Members], branch_pass: Pass, chunks: int, phases: int, block: int, together: int
+) -> int:
+    # Number of chunks whose tiles stand in one order: at most `together` tiles.
+    longest = max(1, *(len(_tiles([members], branch_pass, block, [])) for members in all_phases))
+    periods_together = together // (phases * longest)
+    differ = len({len(inside) for members in all_phases for inside in members}) > 1
+    if not differ or not periods_together:
+        return 1
+    periods = ceil(chunks / phases)
+    # Equal shares leave little of the last one past the end. A single share needs no whole periods.
+    share = ceil(periods / ceil(periods / periods_together))
+    several = min(chunks, share * phases)
+    return several if several * branch_pass.stride <= LARGEST_TABLE else 1
+
+
+def _members(head: tuple[int, ...], branches: list[tuple[int, int]], branch_pass: Pass, start: int) -> Members:
+    # The lists of a chunk at `start`, for a head with these offsets.
     members: Members = {}
-    for c in range(one.stride):
-        inside = tuple(n for n, ((w, r), o) in enumerate(zip(used, head, strict=True)) if (start + c) % w % r == o)
-        if inside or one.covers_all:
+    rules = [(w, r, o) for (w, r), o in zip(branches, head, strict=True)]
+    for c in range(branch_pass.stride):
+        inside = tuple(n for n, (w, r, o) in enumerate(rules) if (start + c) % w % r == o)
+        if inside or branch_pass.covers_all:
             members.setdefault(inside, []).append(c)
     return members
 
 
-def _tiles(chunks: list[Members], one: Pass, block: int, lists: list[int]) -> list[tuple[int, int, int, int]]:
+def _tiles(
+    chunks: list[Members], branch_pass: Pass, block: int, lists: list[int]
+) -> list[tuple[int, int, int, int]]:  # fmt: skip
     # Tiles of the lists of some chunks, longest programs first; the lists are appended to `lists`.
     tiles = []
     for number, members in enumerate(chunks):
         for inside, classes in members.items():
-            whole, rest = divmod(one.chunk, one.stride)
-            rows = whole * len(classes) + sum(c < rest for c in classes)
+            turns, rest = divmod(branch_pass.chunk, branch_pass.stride)
+            rows = turns * len(classes) + sum(c < rest for c in classes)
             start = len(lists)
-            lists.extend(number * one.chunk + c for c in classes)
+            lists.extend(number * branch_pass.chunk + c for c in classes)
             tiles += [(len(inside), (start, len(classes), u, min(block, rows - u))) for u in range(0, rows, block)]
     return [tile for _, tile in sorted(tiles, key=lambda t: -t[0])]

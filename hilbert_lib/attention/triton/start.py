@@ -1,7 +1,19 @@
-"""Starts the kernels of a call. The first time all are compiled at once.
+"""Starts of the kernels of a call: compiled all at once, recorded, and replayed.
 
-Triton binds the arguments of every start anew, which takes the host longer than a short call takes a GPU. So what a
-kind of call starts is kept: compiled kernels and their arguments, with places for the tensors of the next call.
+Triton binds the arguments of every start anew. That takes the host longer than a short call takes a GPU. So the second
+call of a kind is recorded, and later calls of that kind replay its launches:
+
+    call of a kind    make()   compile   Triton binds arguments    afterwards _recordings[kind]
+    first             yes      yes       yes                       None
+    second            yes      no        yes                       a _Recording
+    third and later   no       no        no: the recording's launches are called with the new addresses
+
+The kind of a call is all that its starts depend on, except the addresses of its tensors: device, shapes, strides,
+dtypes and options. A recording holds the arguments of all its starts in one list, and each start picks its places:
+
+    values            [address of q, of k, of v, ..., | a number, address of a table, None, a descriptor, ...]
+                       <- tensors of this call ->       <- the same in every call of the kind ->
+    places of a start  (0, 1, 2, 7, 8, 10): what the launcher of this kernel is called with
 """
 
 import gc
@@ -22,18 +34,18 @@ from hilbert_lib import internals
 from hilbert_lib.attention.failures import KernelError, not_compiled
 from hilbert_lib.attention.triton.geometry import products_of_float32
 
-KINDS = 4096  # of calls whose kernels are known to be compiled; more are looked up again, and found compiled
-KEPT = 512  # kinds of calls whose starts are kept
-PLACES = 64  # addresses of tensors at which what is made of them is kept
-# Arguments that are tables of `graph_cache`: the only tensors that a kept start knows besides those of its call.
+KINDS = 4096  # kinds of starts in `_compiled`; past it the set is emptied, and Triton finds its kernels compiled
+RECORDINGS = 512  # kinds of calls in `_recordings`
+PLACES = 64  # addresses in a cache of descriptors, or of launches
+# Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
-_failed: dict[tuple, str] = {}  # what was said of kernels that did not compile
-_kept: dict[tuple, "_Kept | None"] = {}  # None for a kind that came once
+_failed: dict[tuple, str] = {}  # the message for kernels that did not compile
+_recordings: dict[tuple, "_Recording | None"] = {}  # None for a kind that came once
 
 
 class Start(NamedTuple):
-    """A kernel, of `triton.jit` or of Gluon's, and what it is started with."""
+    """A kernel, of `triton.jit` or of Gluon's, and the grid and arguments of one start."""
 
     kernel: triton.runtime.KernelInterface
     grid: tuple[int, ...]
@@ -42,54 +54,56 @@ class Start(NamedTuple):
 
 
 class _Descriptor(NamedTuple):
-    # A descriptor without its tensor.
+    # A tensor descriptor without its tensor.
     kind: type
-    rest: dict  # all else
-    made: Callable | None  # what makes of it what the launcher takes; None where the launcher makes it itself
-    maps: dict  # by address, what was made; the same is made at every start
+    attributes: dict  # all but `base`
+    encode: Callable | None  # descriptor -> arguments of the launcher; None where the launcher encodes it itself
+    maps: dict  # address -> encoded descriptor, which is the same at every start
 
     def of(self, x: Tensor, address: int) -> object:
         if address in self.maps:
             return self.maps[address]
-        found = object.__new__(self.kind)
-        found.__dict__ = self.rest | {"base": x}
-        if self.made is not None:
-            found, *_ = self.made(found)
-            _put(self.maps, address, found)
-        return found
+        descriptor = object.__new__(self.kind)
+        descriptor.__dict__ = self.attributes | {"base": x}
+        if self.encode is not None:
+            descriptor, *_ = self.encode(descriptor)
+            _put(self.maps, address, descriptor)
+        return descriptor
 
 
-class _Kept(NamedTuple):
-    # The starts of a call without its tensors, nor a hold on any.
-    starts: list[tuple]  # kernel, what is called and its `_through`, and what takes the arguments from all values
-    values: list  # those that come after the addresses of the call's tensors
-    described: list[tuple]  # a place among values, the number of a descriptor's tensor, and a `_Descriptor`
-    tables: list[ref]  # whose addresses are among values
-    given: dict  # by stream and addresses, what is called for each start, and with what
+class _Recording(NamedTuple):
+    # The starts of a call. It holds no tensor: a caller may free them.
+    starts: list[tuple]  # (kernel, launcher, its arguments before and after the stream, getter of places)
+    values: list  # arguments that follow the addresses of the call's tensors
+    descriptors: list[tuple]  # (place among values, number of the tensor, `_Descriptor`)
+    tables: list[ref]  # tables whose addresses are among values
+    launches: dict  # (stream, *addresses) -> [(launcher, arguments)]
 
 
 def start(
-    make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable,
+    make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *options: Hashable,
     made: Sequence[Tensor | None] = (),
 ) -> None:  # fmt: skip
     """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
 
     Args:
-        make: gives the starts; it is not called where those of such a call are kept, as from the second one on.
-        tensors: all that `make` takes, the first one on the device; tables apart. Without any nothing is kept.
-        asked: all else that the starts depend on.
-        made: those it takes besides, whose shapes, strides and dtypes follow from all of these, unless one is None.
+        make: returns the starts. A call whose kind is recorded does not call it.
+        tensors: all tensors that `make` reads, except tables; the first is on the device. () records nothing.
+        options: everything else that the starts depend on.
+        made: further tensors of the launch (outputs, scratch). Their shapes, strides and dtypes must follow from
+            `tensors` and `options`; an entry may be None.
     """
     if triton.knobs.runtime.interpret:
         _start(make())
         return
-    given, tensors = tensors, (*tensors, *made)
+    inputs, tensors = tensors, (*tensors, *made)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    kind = None if not given or _is_special(tensors, addresses) else _kind_of_call(given, (*asked, *map(type, made)))
-    if (kept := _kept.get(kind)) and _start_kept(kept, kind[0], tensors, addresses):
+    is_recorded = bool(inputs) and not _is_special(tensors, addresses)
+    kind = _kind_of_call(inputs, (*options, *map(type, made))) if is_recorded else None
+    if (recording := _recordings.get(kind)) and _replay(recording, kind[0], tensors, addresses):
         return
     starts = make()
-    compiled = _kind(starts)
+    compiled = _kind_of_kernels(starts)
     if compiled in _failed:
         raise KernelError(_failed[compiled])
     if compiled not in _compiled:
@@ -102,22 +116,22 @@ def start(
             _compiled.clear()
         _compiled.add(compiled)
     kernels = _start(starts)
-    if kind in _kept:
-        _kept[kind] = _keep(starts, kernels, tensors)
-    elif kind is not None:  # most kinds that come once do not come again: of sequences of other lengths, say
-        if len(_kept) >= KEPT:
-            _kept.clear()
-        _kept[kind] = None
+    if kind in _recordings:
+        _recordings[kind] = _record(starts, kernels, tensors)
+    elif kind is not None:  # most kinds that come once do not come again: sequences of other lengths, say
+        if len(_recordings) >= RECORDINGS:
+            _recordings.clear()
+        _recordings[kind] = None
 
 
 def _start(starts: Sequence[Start]) -> list:
-    # As Triton starts kernels; those that it compiled.
-    return [each.kernel[each.grid](*each.arguments, **each.named) for each in starts]
+    # Triton starts the kernels, and returns those that it compiled.
+    return [begun.kernel[begun.grid](*begun.arguments, **begun.named) for begun in starts]
 
 
 def _is_special(tensors: Sequence[Tensor | None], addresses: list[int]) -> object:
-    # Whether Triton itself must start the kernels: it has more to do, or other kernels for tensors off 16 bytes. A CUDA
-    # graph keeps the tables that its capture asks for.
+    # Whether Triton itself must start the kernels. It has hooks to call, or another kernel for tensors that are not
+    # aligned to 16 bytes. A CUDA graph must see its tables asked for while it is captured.
     runtime = triton.knobs.runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
     return (
@@ -128,93 +142,95 @@ def _is_special(tensors: Sequence[Tensor | None], addresses: list[int]) -> objec
     )
 
 
-def _kind_of_call(tensors: Sequence[Tensor | None], asked: tuple) -> tuple:
-    # All that starts depend on, but addresses; the current device is the first. 1, 1.0 and True are not the same.
+def _kind_of_call(tensors: Sequence[Tensor | None], options: tuple) -> tuple:
+    # All that starts depend on, except addresses; the current device is the first. 1, 1.0 and True differ by type.
     knobs, ids = triton.knobs, [*map(id, tensors)]
-    same = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # where one tensor is given twice
+    repeated = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # which argument is the same tensor
     forms = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
     compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
     if tensors[0].dtype == torch.float32:
         compiler += (products_of_float32(),)
     device = triton.runtime.driver.active.get_current_device()
-    return device, *compiler, same, *forms, *asked, *map(type, asked)
+    return device, *compiler, repeated, *forms, *options, *map(type, options)
 
 
-def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
-    # Whether the starts could be started: not where a table is gone, or a kernel has hooks of its own.
-    tables = [*map(call, kept.tables)]  # held until all are started
-    if NoneType in map(type, tables) or any(each[0].pre_run_hooks for each in kept.starts):
+def _replay(recording: _Recording, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
+    # Start the launches of a recording. False where a table is gone, or a kernel has hooks of its own.
+    tables = [*map(call, recording.tables)]  # alive until all are started
+    if NoneType in map(type, tables) or any(kernel.pre_run_hooks for kernel, *_ in recording.starts):
         return False
-    at = triton.runtime.driver.active.get_current_stream(device), *addresses
-    launches = kept.given.get(at)
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    launches = recording.launches.get((stream, *addresses))
     if launches is None:
-        values, launches = addresses + kept.values, []
-        for place, number, descriptor in kept.described:
+        values, launches = addresses + recording.values, []
+        for place, number, descriptor in recording.descriptors:
             values[place] = descriptor.of(tensors[number], addresses[number])
-        for _, launch, (before, after, is_one), arguments in kept.starts:
-            own = arguments(values)
-            launches.append((launch, (*before, at[0], *after, *((own,) if is_one else own))))
-        if all(each.made is not None for *_, each in kept.described):  # otherwise they hold tensors
-            _put(kept.given, at, launches)
-    for launch, given in launches:
-        launch(*given)
+        for _, launcher, (before, after, is_tuple), pick in recording.starts:
+            picked = pick(values)
+            arguments = (picked,) if is_tuple else picked
+            launches.append((launcher, (*before, stream, *after, *arguments)))
+        if all(descriptor.encode is not None for *_, descriptor in recording.descriptors):  # others hold tensors
+            _put(recording.launches, (stream, *addresses), launches)
+    for launcher, arguments in launches:
+        launcher(*arguments)
     return True
 
 
-def _put(known: dict, key: Hashable, value: object) -> None:
-    if len(known) >= PLACES:
-        known.clear()
-    known[key] = value
+def _put(cache: dict, key: Hashable, value: object) -> None:
+    if len(cache) >= PLACES:
+        cache.clear()
+    cache[key] = value
 
 
-def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None]) -> _Kept | None:
-    # None where a tensor is not of the call, such as a copy that was made of one, where Triton's own hook compiled, or
-    # where its launcher is not known.
+def _record(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None]) -> _Recording | None:
+    # None where a tensor is not of the call (a copy, say), where Triton's own hook compiled, or where the launcher of
+    # this release of Triton is not known.
     numbers = {id(x): number for number, x in reversed([*enumerate(tensors)]) if x is not None}
-    kept, values, described, tables = [], [], [], {}
-    for one, compiled in zip(starts, kernels, strict=True):
+    recorded, values, descriptors, tables = [], [], [], {}
+    for begun, compiled in zip(starts, kernels, strict=True):
         if compiled is None:
             return None
-        launcher = internals.launch_of(_finished(compiled), (*one.grid, 1, 1)[:3])
+        launcher = internals.launch_of(_finished(compiled), (*begun.grid, 1, 1)[:3])
         if launcher is None:
             return None
-        launch, given_to_launch, metas = launcher
-        given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
+        launch, around_stream, encoders = launcher
+        arguments = dict(zip(begun.kernel.arg_names, begun.arguments, strict=False)) | begun.named
         places = []
-        for each in one.kernel.params:
-            x = given.get(each.name, each.default if each.has_default else None)
-            own = x if isinstance(x, Tensor) else getattr(x, "base", None)
-            number, place = numbers.get(id(own)), len(tensors) + len(values)
-            if isinstance(own, Tensor) and number is None and (own is not x or each.name not in TABLES):
+        for parameter in begun.kernel.params:
+            x = arguments.get(parameter.name, parameter.default if parameter.has_default else None)
+            tensor = x if isinstance(x, Tensor) else getattr(x, "base", None)  # the base of a descriptor
+            number, place = numbers.get(id(tensor)), len(tensors) + len(values)
+            is_table = tensor is x and parameter.name in TABLES
+            if isinstance(tensor, Tensor) and number is None and not is_table:
                 return None
-            if own is x and number is not None:
+            if tensor is x and number is not None:
                 places.append(number)
                 continue
-            if own is x and x is not None:
+            if tensor is x and x is not None:
                 tables[id(x)] = x
                 x = x.data_ptr()
-            more = [x]
-            if own is not x and number is not None:
-                made = next(metas, None)
-                rest = {name: y for name, y in vars(x).items() if name != "base"}
-                described.append((place, number, _Descriptor(type(x), rest, made, {})))
-                more = [None, *(made(x)[1:] if made else ())]
-            places += range(place, place + len(more))
-            values += more
-        kept.append((one.kernel, launch, given_to_launch, itemgetter(*places)))
-    return _Kept(kept, values, described, [*map(ref, tables.values())], {})
+            constants = [x]
+            if tensor is not x and number is not None:
+                encode = next(encoders, None)
+                attributes = {name: value for name, value in vars(x).items() if name != "base"}
+                descriptors.append((place, number, _Descriptor(type(x), attributes, encode, {})))
+                constants = [None, *(encode(x)[1:] if encode else ())]
+            places += range(place, place + len(constants))
+            values += constants
+        recorded.append((begun.kernel, launch, around_stream, itemgetter(*places)))
+    return _Recording(recorded, values, descriptors, [*map(ref, tables.values())], {})
 
 
 def forget() -> None:
-    """Forget the starts that are kept: for who puts other kernels or configurations in the place of these."""
-    _kept.clear()
+    """Forget all recordings and failures: needed once other kernels or configurations take the place of these."""
+    _recordings.clear()
     _failed.clear()
 
 
-def _kind(starts: Sequence[Start]) -> tuple:
-    # What is compiled depends on this, and on how arguments are aligned: what that changes is compiled at its start.
+def _kind_of_kernels(starts: Sequence[Start]) -> tuple:
+    # What decides which kernels are compiled. Alignment of arguments does too; its kernels are compiled at their start.
     like = starts[0].arguments[0]
-    constants = [(id(each.kernel), *map(each.named.get, _constants(each.kernel))) for each in starts]
+    constants = [(id(begun.kernel), *map(begun.named.get, _constants(begun.kernel))) for begun in starts]
     has_documents = starts[-1].named.get("documents") is not None  # None is a constant too
     return like.device, like.dtype, has_documents, *constants
 
@@ -225,14 +241,14 @@ def _constants(kernel: triton.JITFunction) -> tuple[str, ...]:
 
 
 def _compile(starts: Sequence[Start]) -> None:
-    # A thread begins on device 0, where it would load another device's kernels.
-    at = {"initializer": torch.cuda.set_device, "initargs": (starts[0].arguments[0].device,)}
-    # Compiling makes many objects and little garbage: collections would go through all of torch and free next to
+    # A new thread is on device 0, and would load the kernels there.
+    on_device = {"initializer": torch.cuda.set_device, "initargs": (starts[0].arguments[0].device,)}
+    # Compilation makes many objects and little garbage. A collection would go through all of torch and free next to
     # nothing.
     was_on = gc.isenabled()
     gc.disable()
     try:
-        with ThreadPoolExecutor(len(starts), **at) as pool:
+        with ThreadPoolExecutor(len(starts), **on_device) as pool:
             list(pool.map(_load, set(_compiled_at_once(starts, pool))))
     finally:
         if was_on:
@@ -240,31 +256,31 @@ def _compile(starts: Sequence[Start]) -> None:
 
 
 def _compiled_at_once(starts: Sequence[Start], pool: ThreadPoolExecutor) -> list:
-    found = []
+    kernels = []
     try:
         with triton.AsyncCompileMode(pool):
-            for each in starts:
-                found.append(each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.named))
-        return [*map(_finished, found)]  # one that did not compile in another call is among Triton's own
-    except Exception as error:  # of Triton's front end, of LLVM, of ptxas: whatever it is, the kernel is not there
-        raise not_compiled(f"kernel {_failing(starts, found).kernel.__name__}", error) from error
+            for begun in starts:
+                kernels.append(begun.kernel.run(*begun.arguments, grid=begun.grid, warmup=True, **begun.named))
+        return [*map(_finished, kernels)]  # a kernel that failed in another call is in Triton's own cache
+    except Exception as error:  # of Triton's front end, of LLVM or of ptxas: the kernel is not there
+        raise not_compiled(f"kernel {_failing(starts, kernels).kernel.__name__}", error) from error
 
 
-def _failing(starts: Sequence[Start], found: list) -> Start:
-    # The first start whose kernel did not compile; the last that was begun where each of them says that it did.
-    for each, kernel in zip(starts, found, strict=False):
+def _failing(starts: Sequence[Start], kernels: list) -> Start:
+    # The first start whose kernel did not compile. Where all of these did, the next one: it raised at once.
+    for begun, kernel in zip(starts, kernels, strict=False):
         try:
             _finished(kernel)
         except Exception:
-            return each
-    return starts[min(len(found), len(starts) - 1)]
+            return begun
+    return starts[min(len(kernels), len(starts) - 1)]
 
 
 def _finished(kernel: object) -> object:
-    # A compiled kernel, of one that may still be compiled by another thread.
+    # The compiled kernel; waits where another thread still compiles it.
     return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 def _load(compiled) -> None:
-    # Triton 3.6 has the C compiler make what starts a kernel, when `run` is first asked for.
+    # Triton 3.6 builds the launcher of a kernel with the C compiler when `run` is first read.
     _ = compiled.run
