@@ -1,4 +1,7 @@
-"""Gradients: delta = rowsum(dout * out); dq by tiles of queries; dk and dv by tiles of keys. No atomics: same bits."""
+"""Gradients without atomics, the same bits every time.
+
+delta = rowsum(dout * out); dq comes from tiles of queries, dk and dv from tiles of keys.
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +14,7 @@ def delta_kernel(
     out, dout, delta, stride_db, stride_dn, stride_dh, rows, queries, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta (batch, heads, queries) of dense out and strided dout; a row is one (sequence, query, head)."""
+    """delta (batch, heads, queries) of dense out and strided dout. A row is one (sequence, query, head)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     exists = row < rows  # [BLOCK_M]
@@ -20,8 +23,8 @@ def delta_kernel(
     b = row // heads // queries  # [BLOCK_M]
     o = tl.load(out + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
     o = o.to(tl.float32)  # [BLOCK_M, BLOCK_D]
-    at = b * stride_db + t * stride_dn + h * stride_dh  # [BLOCK_M]
-    do = tl.load(dout + at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    d_offsets = b * stride_db + t * stride_dn + h * stride_dh  # [BLOCK_M]
+    do = tl.load(dout + d_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
     tl.store(delta + (b * heads + h) * queries + t, tl.sum(o * do, 1), mask=exists)
 
 
@@ -38,7 +41,7 @@ def dq_kernel(
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (batch, queries, heads, head_dim) of one tile of queries, which walks over keys as the forward does."""
+    """dq (batch, queries, heads, head_dim) of one tile of queries. It walks over keys as the forward does."""
     b, h, tile, name, origin, keys = geometry.place_of(
         tl.program_id(0), documents, items, classes, first_query, queries, keys, heads, group,
         chunk, stride, chunks, phases, count,
@@ -52,15 +55,15 @@ def dq_kernel(
     exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)  # [BLOCK_M]
     row = (position - first_query).to(tl.int64) + origin  # [BLOCK_M]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
-    here = exists[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+    row_mask = exists[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
     q_ptrs = (
         q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
     )  # [BLOCK_M, BLOCK_D]
     d_ptrs = (
         dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + row[:, None] * stride_dn + dims[None, :]
     )  # [BLOCK_M, BLOCK_D]
-    q_tile = tl.load(q_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
-    d_tile = tl.load(d_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+    q_tile = tl.load(q_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+    d_tile = tl.load(d_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
     scalars = (b.to(tl.int64) * heads + h) * queries + row  # [BLOCK_M]
     lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))  # [BLOCK_M]
     lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]; rows without keys: probability 0
@@ -72,7 +75,7 @@ def dq_kernel(
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     if READ_PARTIAL:
-        acc = tl.load(partial_dq + dq_rows[:, None] + dims[None, :], mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+        acc = tl.load(partial_dq + dq_rows[:, None] + dims[None, :], mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
         r = tl.load(branches + 2 * i + 1)
@@ -92,9 +95,9 @@ def dq_kernel(
                         HEAD_DIM, BLOCK_N, MASKED, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                     )  # fmt: skip
     if WRITE_PARTIAL:
-        tl.store(partial_dq + dq_rows[:, None] + dims[None, :], acc, mask=here)
+        tl.store(partial_dq + dq_rows[:, None] + dims[None, :], acc, mask=row_mask)
     else:
-        tl.store(dq + dq_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=here)
+        tl.store(dq + dq_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit
@@ -104,6 +107,7 @@ def _dq_walk(
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """dq after keys `begin` to `end` of one segment of a branch, without the scale."""
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     for j in range(begin, end, BLOCK_N):
@@ -145,9 +149,9 @@ def dkv_kernel(
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (batch, keys, kv_heads, head_dim) of one tile of BLOCK_N keys, which may be the partial results too.
+    """dk and dv (batch, keys, kv_heads, head_dim) of one tile of BLOCK_N keys. Partial results may be dk and dv.
 
-    Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys.
+    Queries and keys of a segment are the same positions. So the walk over queries mirrors that over keys.
     """
     b, g, tile, name, origin, keys = geometry.place_of(
         tl.program_id(0), documents, items, classes, 0, keys, keys, kv_heads, 1,
@@ -160,7 +164,7 @@ def dkv_kernel(
     position = geometry.tile_positions(tile, rows)  # [BLOCK_N]
     exists = (rows < tile.size) & (position < tile.end)  # [BLOCK_N]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
-    here = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+    row_mask = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
     slot = position.to(tl.int64) + origin  # [BLOCK_N]
     if GATHER:
         slot = tl.load(inverse + position, mask=exists, other=0).to(tl.int64)  # [BLOCK_N]
@@ -170,8 +174,8 @@ def dkv_kernel(
     v_ptrs = (
         v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + slot[:, None] * stride_vn + dims[None, :]
     )  # [BLOCK_N, BLOCK_D]
-    k_tile = tl.load(k_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
-    v_tile = tl.load(v_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+    k_tile = tl.load(k_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    v_tile = tl.load(v_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
     sees = exists  # [BLOCK_N]
     if PADDING:
         sees &= tl.load(padding + b.to(tl.int64) * keys + position, mask=exists, other=1) == 0
@@ -180,9 +184,13 @@ def dkv_kernel(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     if READ_PARTIAL:
-        dk_before = tl.load(partial_dk + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+        dk_before = tl.load(
+            partial_dk + dkv_rows[:, None] + dims[None, :], mask=row_mask, other=0.0
+        )  # [BLOCK_N, BLOCK_D]
         dk_acc = dk_before.to(tl.float32) / scale  # [BLOCK_N, BLOCK_D]
-        dv_before = tl.load(partial_dv + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+        dv_before = tl.load(
+            partial_dv + dkv_rows[:, None] + dims[None, :], mask=row_mask, other=0.0
+        )  # [BLOCK_N, BLOCK_D]
         dv_acc = dv_before.to(tl.float32)  # [BLOCK_N, BLOCK_D]
     last_query = first_query + queries - 1
     for i in range(n_branches):
@@ -193,18 +201,18 @@ def dkv_kernel(
         for s in range(tile.lowest // w, tile.highest // w + 1):
             start = s * w
             if (o >= 0) & geometry.is_in(tile.first, start, r, o):
-                # Queries of the segment, by number: begin to end, of which `full` on see every key of the tile.
+                # Queries of the segment by number are begin to end. From `full` on they see all keys of the tile.
                 end = geometry.segment_rows(start, w, r, o, keys)
                 end = tl.minimum(end, geometry.segment_rows(start, w, r, o, last_query + 1))
                 begin = geometry.segment_rows(start, w, r, o, first_query)
-                whole = (start <= tile.lowest) & (tile.highest - start < w)
+                is_one_segment = (start <= tile.lowest) & (tile.highest - start < w)
                 full = begin
                 if CAUSAL:
                     begin = tl.maximum(begin, (tl.maximum(tile.lowest - start, 0) - o + r - 1) // r)
                     full = tl.maximum(begin, (tile.highest - start - o + r - 1) // r)
-                # Masked are tiles up to `free`, a whole number of them, and the last, which `end` cuts off.
+                # Tiles up to `free` need a mask, and so does the last one, from `tail` to `end`, which is not full.
                 free = begin + (full - begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-                free = tl.where(whole, tl.minimum(free, end), end)
+                free = tl.where(is_one_segment, tl.minimum(free, end), end)
                 if PADDING:
                     free = end
                 tail = free + tl.maximum(end - free, 0) // BLOCK_M * BLOCK_M
@@ -224,11 +232,11 @@ def dkv_kernel(
                         stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
     if WRITE_PARTIAL:
-        tl.store(partial_dk + dkv_rows[:, None] + dims[None, :], dk_acc * scale, mask=here)
-        tl.store(partial_dv + dkv_rows[:, None] + dims[None, :], dv_acc, mask=here)
+        tl.store(partial_dk + dkv_rows[:, None] + dims[None, :], dk_acc * scale, mask=row_mask)
+        tl.store(partial_dv + dkv_rows[:, None] + dims[None, :], dv_acc, mask=row_mask)
     else:
-        tl.store(dk + dkv_rows[:, None] + dims[None, :], (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
-        tl.store(dv + dkv_rows[:, None] + dims[None, :], dv_acc.to(dv.dtype.element_ty), mask=here)
+        tl.store(dk + dkv_rows[:, None] + dims[None, :], (dk_acc * scale).to(dk.dtype.element_ty), mask=row_mask)
+        tl.store(dv + dkv_rows[:, None] + dims[None, :], dv_acc.to(dv.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit
@@ -237,7 +245,8 @@ def _dkv_walk(
     again, end, first_query, b, h, branch, scale, drop_below, stride_qn, stride_dn, dims, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Queries from begin to stop and from again to end, in one loop: twice as much code would compile as long again.
+    """dk and dv after queries of one segment of a branch; dk without the scale."""
+    # Queries from begin to stop and from again to end, in one loop: two loops would take twice as long to compile.
     cols = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     for i in range(begin, stop + end - again, BLOCK_M):

@@ -1,4 +1,4 @@
-"""Output and lse of all branches in one online softmax."""
+"""Output and lse of all branches of a pass in one online softmax."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def forward_kernel(
 ):  # fmt: skip
     """One tile of queries of one head through the branches of one pass; with IF_FLAG only where flag is set.
 
-    Partial results, which may be out and lse, are written with WRITE_PARTIAL and gone on from with READ_PARTIAL.
+    Partial results may be out and lse themselves. READ_PARTIAL begins with them, and WRITE_PARTIAL writes them.
     """
     # Dense: out [batch, queries, heads, HEAD_DIM], lse [batch, heads, queries], and the partial results.
     if IF_FLAG:  # noqa: SIM102 - a constant, apart from what is loaded
@@ -54,11 +54,11 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     if READ_PARTIAL:
         before = tl.load(partial_lse + lse_rows, mask=exists, other=float("-inf"))  # [BLOCK_M]
-        seen = before != float("-inf")  # [BLOCK_M]; NaN is carried on
+        has_keys = before != float("-inf")  # [BLOCK_M]; NaN is carried on
         m = before / scale  # [BLOCK_M]
-        total = tl.where(seen, 1.0, 0.0)  # [BLOCK_M]
+        total = tl.where(has_keys, 1.0, 0.0)  # [BLOCK_M]
         acc = tl.load(
-            partial_out + out_rows[:, None] + dims[None, :], mask=seen[:, None] & in_dim, other=0.0
+            partial_out + out_rows[:, None] + dims[None, :], mask=has_keys[:, None] & in_dim, other=0.0
         )  # [BLOCK_M, BLOCK_D]
         acc = acc.to(tl.float32)  # [BLOCK_M, BLOCK_D]
 
@@ -100,7 +100,7 @@ def _walk(
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to `end` of one segment of a branch, joined to the softmax so far."""
+    """Output, sum of weights and maximum after keys `begin` to `end` of one segment of a branch."""
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     for j in range(begin, end, BLOCK_N):

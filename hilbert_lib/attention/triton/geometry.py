@@ -1,4 +1,4 @@
-"""Where a tile of rows lies in the segments of a branch: the arithmetic that every kernel shares."""
+"""Positions of the rows of a tile, and of keys, in the segments of a branch: the arithmetic that all kernels share."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from hilbert_lib.attention import dropout
 
 NAME = tl.constexpr(dropout.NAME)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Numbers that differ from call to call: a kernel for every divisor of them would mean a compilation for most calls.
+# Numbers that differ from call to call. Triton would compile most calls anew, for each kind of divisor.
 NOT_SPECIALIZED = [
     *("first_query", "queries", "keys", "batch", "heads", "kv_heads", "group"),
     *("chunk", "stride", "chunks", "phases", "count", "n_branches"),
@@ -27,7 +27,7 @@ def block_d(head_dim: int) -> int:
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of two that is at least a positive number. Triton's own function is slow on the host."""
+    """The smallest power of two that is at least a positive number. Triton's function is slow on the host."""
     return 1 << (number - 1).bit_length()
 
 
@@ -37,7 +37,7 @@ def products_of_float32() -> str:
 
 
 class Tile(NamedTuple):
-    """The rows of a program: `size` of a list of classes (`schedule.Tables`), from its row u on; size 0 is no tile."""
+    """The rows of a program: rows u to u + size - 1 of a list of classes (`schedule.Tables`). size 0 is no tile."""
 
     chunk_start: tl.tensor
     members: tl.tensor  # where the classes of the list begin
@@ -45,30 +45,30 @@ class Tile(NamedTuple):
     u: tl.tensor
     stride: tl.tensor
     size: tl.tensor
-    end: tl.tensor  # rows that exist lie before it
+    end: tl.tensor  # position after the last row that exists
     first: tl.tensor  # position of row 0
     lowest: tl.tensor  # position of the first row that exists
-    highest: tl.tensor  # and of the last
+    highest: tl.tensor  # position of the last row that exists
 
 
 @triton.jit
 def tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, chunks, phases, count):
     """Sequence, head and tile of a program, among `rows` rows from `first_row` on."""
-    # Tiles of a chunk, or of a few, share segments: close together they find them in the cache.
+    # Tiles of a chunk share segments. Programs of one chunk run at the same time, and find its keys in the cache.
     number = pid % count
     pid = pid // count
-    at = pid % chunks + first_row // chunk
+    chunk_number = pid % chunks + first_row // chunk
     pid = pid // chunks
     h = pid % heads
     b = pid // heads
-    return b, h, _tile(items, classes, at, number, first_row, rows, h // group, chunk, stride, phases, count)
+    return b, h, _tile(items, classes, chunk_number, number, first_row, rows, h // group, chunk, stride, phases, count)
 
 
 @triton.jit
 def place_of(pid, documents, items, classes, first_row, rows, keys, heads, group, chunk, stride, chunks, phases, count):
-    """As `tile_of`, with what holds of packed documents (`packed.places`), if there are any.
+    """`tile_of`, of a packed document if there are any (`packed.places`).
 
-    Besides: what dropout calls the sequence, the row of the tensors that is its position 0, and its number of keys.
+    Three values more: the sequence as dropout numbers it, the row of its position 0, and its number of keys.
     """
     if documents is None:
         b, h, tile = tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, chunks, phases, count)
@@ -78,22 +78,22 @@ def place_of(pid, documents, items, classes, first_row, rows, keys, heads, group
         document = tl.load(place)
         origin = tl.load(place + 1).to(tl.int64)
         length = tl.load(place + 2)
-        at = tl.load(place + 3)
+        chunk_number = tl.load(place + 3)
         number = tl.load(place + 4)
         h = pid // chunks
-        tile = _tile(items, classes, at, number, 0, length, h // group, chunk, stride, phases, count)
+        tile = _tile(items, classes, chunk_number, number, 0, length, h // group, chunk, stride, phases, count)
         return pid * 0, h, tile, document, origin, length
 
 
 @triton.jit
-def _tile(items, classes, at, number, first_row, rows, g, chunk, stride, phases, count):
+def _tile(items, classes, chunk_number, number, first_row, rows, g, chunk, stride, phases, count):
     # Tile `number` of chunk `at`, for a head of k and v.
-    item = items + ((g * phases + at % phases) * count + number) * 4
+    item = items + ((g * phases + chunk_number % phases) * count + number) * 4
     members = classes + tl.load(item)
     n = tl.load(item + 1)
     u = tl.load(item + 2)
     size = tl.load(item + 3)
-    start = at * chunk
+    start = chunk_number * chunk
     end = tl.minimum(start + chunk, first_row + rows)
     first = _position(start, members, n, u, stride)
     lowest = tl.maximum(first, first_row)
@@ -109,20 +109,20 @@ def _position(start, members, n, row, stride):
 
 @triton.jit
 def tile_positions(tile, row):
-    """Positions of rows of a tile, by their number in it."""
+    """Positions of the rows of a tile with these numbers."""
     return _position(tile.chunk_start, tile.members, tile.n, tile.u + row, tile.stride)
 
 
 @triton.jit
 def segment_rows(start, w, r, o, keys):
-    """How many rows of a branch the segment that begins at `start` holds."""
+    """Number of rows of a branch in the segment that begins at `start`."""
     size = tl.minimum(w, keys - start)  # [8]
     return tl.where(size > o, (size - o + r - 1) // r, 0)
 
 
 @triton.jit
 def is_in(position, start, r, o):
-    """Whether a position, perhaps before `start`, has residue o from `start` on."""
+    """Whether a position has residue o, counted from `start`; it may lie before `start`."""
     return (position % r + r - start % r) % r == o
 
 
@@ -130,9 +130,12 @@ def is_in(position, start, r, o):
 def key_range(
     start, w, r, o, keys, lowest, highest, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr
 ):
-    """Which keys of a segment a tile of queries at positions lowest to highest sees.
+    """n, full and end: keys of a segment for a tile of queries at positions lowest to highest.
 
-    The segment holds n keys; every query sees the first `full`, whole blocks without a mask; any sees the first `end`.
+        keys  0 ......... full .......... end ....... n
+              no mask     masked          not read
+
+    The segment holds n keys. All queries see the first `full`, which are whole blocks. Some see the first `end`.
     """
     n = segment_rows(start, w, r, o, keys)
     end = n
@@ -140,8 +143,8 @@ def key_range(
     if CAUSAL:
         end = tl.minimum(n, (tl.minimum(highest - start, w - 1) - o + r) // r)
         full = tl.minimum(n, (lowest - start - o + r) // r)
-    whole = (start <= lowest) & (highest - start < w)
-    full = tl.where(whole, full // BLOCK_N * BLOCK_N, 0)
+    is_one_segment = (start <= lowest) & (highest - start < w)
+    full = tl.where(is_one_segment, full // BLOCK_N * BLOCK_N, 0)
     if PADDING:
         full = full * 0
     return n, full, end
@@ -149,7 +152,7 @@ def key_range(
 
 @triton.jit
 def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, GATHER: tl.constexpr):
-    """Positions of some rows of a branch, the slots where they are stored (int64), and what may be loaded."""
+    """Positions of rows of a branch, their slots in storage (int64), and the mask to load them by."""
     key = first + number * rate  # [BLOCK_N]
     slot = key.to(tl.int64)  # [BLOCK_N]
     if GATHER:
@@ -183,5 +186,5 @@ def dropout_factor(seed, drop_below, b, h, branch, query, key):
         (zero + (h | branch << 16)).to(tl.uint32),
         (zero + b).to(tl.uint32),
     )
-    kept = bits.to(tl.int64) >= drop_below  # [rows, columns]
-    return tl.where(kept, 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0)), 0.0).to(tl.float32)
+    is_kept = bits.to(tl.int64) >= drop_below  # [rows, columns]
+    return tl.where(is_kept, 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0)), 0.0).to(tl.float32)

@@ -1,9 +1,17 @@
 """Neighbourhood attention on grids of up to three axes, for tokens stored in any order: plain kernels for any GPU.
 
-A program takes a rectangle of queries and walks over the rectangle of keys that they see, axis by axis in ranks of one
-residue (`neighbourhood.Axis` has the rules); dk and dv come from rectangles of keys, which walk over the queries
-that see them. Extra keys come last. No atomics: the same bits every time. Of a part of a grid `boxes` has, for each
-axis, the first of the cells of q and how many, the first and last + 1 of those computed, and the same of k.
+A program takes a tile of queries, which is a rectangle of cells of one residue, and walks over the rectangle of keys
+that they see. Along an axis with dilation d, cell x has residue x % d and rank x // d (`neighbourhood.Axis` has the
+rules of windows):
+
+    cells      0  1  2  3  4  5  6  7  8  9 10 11       d = 2
+    ranks of   0     1     2     3     4     5          residue 0
+    queries          [ tile ]                           ranks 1 and 2, window 3
+    keys       [     walk        ]                      ranks 0 to 3
+
+dk and dv come from tiles of keys, which walk over the queries that see them. Extra keys come last. There are no
+atomics: the bits are the same every time. For a part of a grid `boxes` holds eight numbers an axis: the first cell of
+q, its number of cells, its first computed cell, its last computed cell + 1, and the same for k.
 """
 
 import triton
@@ -19,17 +27,17 @@ NOT_SPECIALIZED = [
 
 @triton.jit
 def _box(boxes, n, AXIS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr):
-    """Of an axis of q or k: the first cell and how many there are, and the first and last + 1 that are computed."""
+    """An axis of q or k: first cell, number of cells, first computed cell, last computed cell + 1."""
     first, cells, begin, stop = n * 0, n, n * 0, n
     if PART:
-        at = boxes + 8 * AXIS + 4 * KEYS
-        first, cells, begin, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        extent = boxes + 8 * AXIS + 4 * KEYS
+        first, cells, begin, stop = tl.load(extent), tl.load(extent + 1), tl.load(extent + 2), tl.load(extent + 3)
     return first, cells, begin, stop
 
 
 @triton.jit
 def _tile_of(tile, begin, stop, n, d, T: tl.constexpr):
-    """Of a tile of the cells from begin to stop: its first rank, the last + 1 of its residue, that, and all ranks."""
+    """A tile of the cells from begin to stop: first rank, last rank of its residue + 1, residue, ranks of the axis."""
     cell = begin + tile // ((((stop - begin + d - 1) // d) + T - 1) // T)
     first = cell // d + tile % ((((stop - begin + d - 1) // d) + T - 1) // T) * T
     residue = cell % d
@@ -43,7 +51,7 @@ def _tiles(begin, stop, d, T: tl.constexpr):
 
 @triton.jit
 def window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """The ranks that a query sees: from the first, which may be below 0, to the last and one."""
+    """First rank, which may be below 0, and last rank + 1 of the keys that a query sees."""
     group = rank // s * s  # [rows]
     if CAUSAL:
         start = tl.maximum(tl.minimum(group + s - 1, m - 1) - w + 1, 0)  # [rows]
@@ -60,7 +68,7 @@ def window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def _keys_of(first, last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Where the keys of a tile of queries begin, and how many there are."""
+    """First rank and number of the keys that a tile of queries sees."""
     start, _ = window(first, m, w, s, CAUSAL, EDGE)
     _, end = window(tl.minimum(first + T, last) - 1, m, w, s, CAUSAL, EDGE)
     if EDGE == WRAP:
@@ -71,7 +79,10 @@ def _keys_of(first, last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: 
 
 @triton.jit
 def queries_of(first, stop, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """From where to where queries see one of T keys before `stop`, past the axis too; a few more with a stride."""
+    """First rank and last rank + 1 of the queries that see one of T keys before `stop`.
+
+    They may lie past the ends of the axis. With a stride a few queries more are among them.
+    """
     last = tl.minimum(first + T, stop) - 1  # [GROUP_ROWS]
     if CAUSAL:
         return first, last + w + s - 1
@@ -85,9 +96,9 @@ def queries_of(first, stop, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE
 
 @triton.jit
 def _queries_of(first, stop, q_first, q_last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Where the queries begin that see a tile of keys, and how many there are.
+    """First rank and number of the queries that see a tile of keys.
 
-    Of those from q_first to q_last - 1 or, where the axis wraps, of all.
+    Where the axis does not wrap, only queries from q_first to q_last - 1 count.
     """
     start, end = queries_of(first, stop, m, w, s, T, CAUSAL, EDGE)
     if EDGE == WRAP:
@@ -103,7 +114,7 @@ def _around(rank, m, EDGE: tl.constexpr):
 
 @triton.jit
 def _sees(start, end, key, m, EDGE: tl.constexpr):
-    """Whether a window holds a key, by ranks that broadcast."""
+    """Whether a window holds a key; ranks broadcast."""
     if EDGE == WRAP:
         return _around(key - start, m, EDGE) < end - start
     return (key >= start) & (key < end)
@@ -111,7 +122,7 @@ def _sees(start, end, key, m, EDGE: tl.constexpr):
 
 @triton.jit
 def _line(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
-    """The place of a cell among those that are held along an axis."""
+    """The number of a cell among the stored cells of an axis."""
     cell = rank * d + residue  # [rows]
     if PART:
         if EDGE == WRAP:
@@ -122,7 +133,7 @@ def _line(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rows(c0, c1, c2, n1, n2, inverse, exists, GATHER: tl.constexpr):
-    """The rows in storage of cells; -1 in a part of a grid that does not hold them."""
+    """Rows of cells in storage; -1 for a cell that a part of a grid does not hold."""
     cell = (c0 * n1 + c1) * n2 + c2  # [rows]
     if GATHER:
         cell = tl.load(inverse + cell, mask=exists, other=0)  # [rows]
@@ -131,7 +142,7 @@ def _rows(c0, c1, c2, n1, n2, inverse, exists, GATHER: tl.constexpr):
 
 @triton.jit
 def _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION: tl.constexpr):
-    """A tile of keys, joined to the softmax so far."""
+    """Output, sum of weights and maximum after one more tile of keys."""
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     scores = tl.where(allowed, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
     largest = tl.maximum(m, tl.max(scores, 1))  # [BLOCK_M]
@@ -155,7 +166,7 @@ def _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION: tl
 def _gradients(
     acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """dq of a tile of queries, gone on with by a tile of keys; without the scale."""
+    """dq of a tile of queries after one more tile of keys, without the scale."""
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     weights = tl.where(
         allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[:, None]), 0.0
@@ -176,17 +187,17 @@ def query_kernel(
     E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, EXTRA_PADDING: tl.constexpr,
     PART: tl.constexpr, BACKWARD: tl.constexpr, IF_FLAG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One rectangle of queries of one head: out and lse or, with BACKWARD, dq; with IF_FLAG only where flag is set."""
+    """out and lse of one tile of queries of one head or, with BACKWARD, dq. With IF_FLAG only where flag is set."""
     if IF_FLAG:  # noqa: SIM102 (a constant is not joined with a tensor)
         if tl.load(flag) == 0:
             return
     BLOCK_M: tl.constexpr = T0 * T1 * T2
     q0, _, begin0, stop0 = _box(boxes, n0, 0, 0, PART)
-    q1, side1, begin1, stop1 = _box(boxes, n1, 1, 0, PART)
-    q2, side2, begin2, stop2 = _box(boxes, n2, 2, 0, PART)
+    q1, q_cells1, begin1, stop1 = _box(boxes, n1, 1, 0, PART)
+    q2, q_cells2, begin2, stop2 = _box(boxes, n2, 2, 0, PART)
     f0, _, _, _ = _box(boxes, n0, 0, 1, PART)
-    f1, k_side1, _, _ = _box(boxes, n1, 1, 1, PART)
-    f2, k_side2, _, _ = _box(boxes, n2, 2, 1, PART)
+    f1, k_cells1, _, _ = _box(boxes, n1, 1, 1, PART)
+    f2, k_cells2, _, _ = _box(boxes, n2, 2, 1, PART)
     tiles1, tiles2 = _tiles(begin1, stop1, d1, T1), _tiles(begin2, stop2, d2, T2)
     program = tl.program_id(0)
     tile2 = program % tiles2
@@ -211,14 +222,14 @@ def query_kernel(
     c0 = _line(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
     c1 = _line(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
     c2 = _line(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
-    row = _rows(c0, c1, c2, side1, side2, inverse, exists, GATHER)  # [BLOCK_M]
+    row = _rows(c0, c1, c2, q_cells1, q_cells2, inverse, exists, GATHER)  # [BLOCK_M]
     if PART and GATHER:
         exists &= (row >= 0) & (row < q_rows)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
-    here = exists[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+    row_mask = exists[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
     q_tile = tl.load(
-        q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :], mask=here, other=0.0
+        q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :], mask=row_mask, other=0.0
     )  # [BLOCK_M, BLOCK_D]
     scalars = (b * heads + h) * q_rows + row  # [BLOCK_M]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
@@ -226,8 +237,8 @@ def query_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
     d_tile, lse_row, delta_row = q_tile, m, total  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
     if BACKWARD:
-        at = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
-        d_tile = tl.load(at, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+        d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
+        d_tile = tl.load(d_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
         lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))  # [BLOCK_M]
         lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
         delta_row = tl.load(delta + scalars, mask=exists, other=0.0)  # [BLOCK_M]
@@ -241,25 +252,29 @@ def query_kernel(
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     for j in range(0, span0 * span1 * span2, BLOCK_N):
         key = j + cols  # [BLOCK_N]
-        there = key < span0 * span1 * span2  # [BLOCK_N]
+        is_key = key < span0 * span1 * span2  # [BLOCK_N]
         k0 = _around(begin0 + key // (span1 * span2), m0, E0)  # [BLOCK_N]
         k1 = _around(begin1 + key // span2 % span1, m1, E1)  # [BLOCK_N]
         k2 = _around(begin2 + key % span2, m2, E2)  # [BLOCK_N]
         x0 = _line(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
         x1 = _line(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
         x2 = _line(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
-        slot = _rows(x0, x1, x2, k_side1, k_side2, inverse, there, GATHER)  # [BLOCK_N]
+        slot = _rows(x0, x1, x2, k_cells1, k_cells2, inverse, is_key, GATHER)  # [BLOCK_N]
         if PART and GATHER:
-            there &= slot >= 0
+            is_key &= slot >= 0
         if PADDING:
-            there &= tl.load(padding + b * k_rows + slot, mask=there, other=1) == 0
-        allowed = there[None, :] & exists[:, None]  # [BLOCK_M, BLOCK_N]
+            is_key &= tl.load(padding + b * k_rows + slot, mask=is_key, other=1) == 0
+        allowed = is_key[None, :] & exists[:, None]  # [BLOCK_M, BLOCK_N]
         allowed &= _sees(start0[:, None], end0[:, None], k0[None, :], m0, E0)
         allowed &= _sees(start1[:, None], end1[:, None], k1[None, :], m1, E1)
         allowed &= _sees(start2[:, None], end2[:, None], k2[None, :], m2, E2)
-        load = there[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
-        k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
-        v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+        key_mask = is_key[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+        k_tile = tl.load(
+            k_head + slot[:, None] * stride_kn + dims[None, :], mask=key_mask, other=0.0
+        )  # [BLOCK_N, BLOCK_D]
+        v_tile = tl.load(
+            v_head + slot[:, None] * stride_vn + dims[None, :], mask=key_mask, other=0.0
+        )  # [BLOCK_N, BLOCK_D]
         if BACKWARD:
             acc = _gradients(
                 acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
@@ -271,16 +286,16 @@ def query_kernel(
     if EXTRA:
         k_head, v_head = extra_k + b * stride_eb + g * stride_eh, extra_v + b * stride_fb + g * stride_fh
         for j in range(0, extra, BLOCK_N):
-            there = j + cols < extra  # [BLOCK_N]
+            is_key = j + cols < extra  # [BLOCK_N]
             if EXTRA_PADDING:
-                there &= tl.load(extra_padding + b * extra + j + cols, mask=there, other=1) == 0
-            allowed = there[None, :] & exists[:, None]  # [BLOCK_M, BLOCK_N]
-            load = there[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+                is_key &= tl.load(extra_padding + b * extra + j + cols, mask=is_key, other=1) == 0
+            allowed = is_key[None, :] & exists[:, None]  # [BLOCK_M, BLOCK_N]
+            key_mask = is_key[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
             k_tile = tl.load(
-                k_head + (j + cols)[:, None] * stride_en + dims[None, :], mask=load, other=0.0
+                k_head + (j + cols)[:, None] * stride_en + dims[None, :], mask=key_mask, other=0.0
             )  # [BLOCK_N, BLOCK_D]
             v_tile = tl.load(
-                v_head + (j + cols)[:, None] * stride_fn + dims[None, :], mask=load, other=0.0
+                v_head + (j + cols)[:, None] * stride_fn + dims[None, :], mask=key_mask, other=0.0
             )  # [BLOCK_N, BLOCK_D]
             if BACKWARD:
                 acc = _gradients(
@@ -293,11 +308,11 @@ def query_kernel(
 
     out_rows = ((b * q_rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
     if BACKWARD:
-        tl.store(dq + out_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=here)
+        tl.store(dq + out_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=row_mask)
     else:
         denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
         result = acc / denominator[:, None]  # [BLOCK_M, BLOCK_D]
-        tl.store(out + out_rows[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=here)
+        tl.store(out + out_rows[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=row_mask)
         result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))  # [BLOCK_M]
         tl.store(lse + scalars, result_lse, mask=exists)
 
@@ -313,14 +328,14 @@ def key_kernel(
     E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one rectangle of keys of a KV head; with EXTRA of a run of extra keys, which every query sees."""
+    """dk and dv of one tile of keys of a KV head. With EXTRA the tile is a run of extra keys, which all queries see."""
     BLOCK_N: tl.constexpr = T0 * T1 * T2
     kv_heads = heads // group
     g = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     q0, _, q_begin0, q_stop0 = _box(boxes, n0, 0, 0, PART)
-    q1, side1, q_begin1, q_stop1 = _box(boxes, n1, 1, 0, PART)
-    q2, side2, q_begin2, q_stop2 = _box(boxes, n2, 2, 0, PART)
+    q1, q_cells1, q_begin1, q_stop1 = _box(boxes, n1, 1, 0, PART)
+    q2, q_cells2, q_begin2, q_stop2 = _box(boxes, n2, 2, 0, PART)
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if EXTRA:
         slot = (tl.program_id(0) * BLOCK_N + cols).to(tl.int64)  # [BLOCK_N]
@@ -334,8 +349,8 @@ def key_kernel(
     else:
         keys = k_rows
         f0, _, begin0, stop0 = _box(boxes, n0, 0, 1, PART)
-        f1, k_side1, begin1, stop1 = _box(boxes, n1, 1, 1, PART)
-        f2, k_side2, begin2, stop2 = _box(boxes, n2, 2, 1, PART)
+        f1, k_cells1, begin1, stop1 = _box(boxes, n1, 1, 1, PART)
+        f2, k_cells2, begin2, stop2 = _box(boxes, n2, 2, 1, PART)
         tiles1, tiles2 = _tiles(begin1, stop1, d1, T1), _tiles(begin2, stop2, d2, T2)
         program = tl.program_id(0)
         w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
@@ -349,7 +364,7 @@ def key_kernel(
         c0 = _line(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
         c1 = _line(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
         c2 = _line(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
-        slot = _rows(c0, c1, c2, k_side1, k_side2, inverse, exists, GATHER)  # [BLOCK_N]
+        slot = _rows(c0, c1, c2, k_cells1, k_cells2, inverse, exists, GATHER)  # [BLOCK_N]
         if PART and GATHER:
             exists &= slot >= 0
         from0, to0 = (q_begin0 - residue0 + d0 - 1) // d0, (q_stop0 - residue0 + d0 - 1) // d0
@@ -362,66 +377,66 @@ def key_kernel(
             span0 = tl.where(tl.max(exists.to(tl.int32), 0) > 0, span0, 0)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
-    here = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+    row_mask = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
     k_ptrs = k + b * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
     v_ptrs = v + b * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
-    k_tile = tl.load(k_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
-    v_tile = tl.load(v_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
-    weighed = exists  # [BLOCK_N]
+    k_tile = tl.load(k_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    v_tile = tl.load(v_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    has_weight = exists  # [BLOCK_N]
     if PADDING:
-        weighed &= tl.load(padding + b * keys + slot, mask=exists, other=1) == 0
+        has_weight &= tl.load(padding + b * keys + slot, mask=exists, other=1) == 0
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     for h in range(g * group, (g + 1) * group):
         for j in range(0, span0 * span1 * span2, BLOCK_M):
             query = j + rows  # [BLOCK_M]
-            there = query < span0 * span1 * span2  # [BLOCK_M]
+            is_query = query < span0 * span1 * span2  # [BLOCK_M]
             if EXTRA:
                 row = query.to(tl.int64)  # [BLOCK_M]
-                if PART and not GATHER:  # those that are computed
-                    x0 = q0 + query // (side1 * side2)  # [BLOCK_M]
-                    x1 = q1 + query // side2 % side1  # [BLOCK_M]
-                    x2 = q2 + query % side2  # [BLOCK_M]
-                    there &= (x0 >= q_begin0) & (x0 < q_stop0) & (x1 >= q_begin1) & (x1 < q_stop1)
-                    there &= (x2 >= q_begin2) & (x2 < q_stop2)
-                allowed = weighed[:, None] & there[None, :]  # [BLOCK_N, BLOCK_M]
+                if PART and not GATHER:  # only computed queries count
+                    x0 = q0 + query // (q_cells1 * q_cells2)  # [BLOCK_M]
+                    x1 = q1 + query // q_cells2 % q_cells1  # [BLOCK_M]
+                    x2 = q2 + query % q_cells2  # [BLOCK_M]
+                    is_query &= (x0 >= q_begin0) & (x0 < q_stop0) & (x1 >= q_begin1) & (x1 < q_stop1)
+                    is_query &= (x2 >= q_begin2) & (x2 < q_stop2)
+                allowed = has_weight[:, None] & is_query[None, :]  # [BLOCK_N, BLOCK_M]
             else:
                 r0 = _around(begin0 + query // (span1 * span2), m0, E0)  # [BLOCK_M]
                 r1 = _around(begin1 + query // span2 % span1, m1, E1)  # [BLOCK_M]
                 r2 = _around(begin2 + query % span2, m2, E2)  # [BLOCK_M]
-                if PART and E0 == WRAP:  # others are among them
-                    there &= (r0 >= from0) & (r0 < to0)
+                if PART and E0 == WRAP:  # queries that are not computed are among them
+                    is_query &= (r0 >= from0) & (r0 < to0)
                 if PART and E1 == WRAP:
-                    there &= (r1 >= from1) & (r1 < to1)
+                    is_query &= (r1 >= from1) & (r1 < to1)
                 if PART and E2 == WRAP:
-                    there &= (r2 >= from2) & (r2 < to2)
+                    is_query &= (r2 >= from2) & (r2 < to2)
                 x0 = _line(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
                 x1 = _line(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
                 x2 = _line(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
-                row = _rows(x0, x1, x2, side1, side2, inverse, there, GATHER)  # [BLOCK_M]
+                row = _rows(x0, x1, x2, q_cells1, q_cells2, inverse, is_query, GATHER)  # [BLOCK_M]
                 if PART and GATHER:
-                    there &= (row >= 0) & (row < q_rows)
+                    is_query &= (row >= 0) & (row < q_rows)
                 start0, end0 = window(r0, m0, w0, s0, C0, E0)  # [BLOCK_M] each
                 start1, end1 = window(r1, m1, w1, s1, C1, E1)  # [BLOCK_M] each
                 start2, end2 = window(r2, m2, w2, s2, C2, E2)  # [BLOCK_M] each
-                allowed = weighed[:, None] & there[None, :]  # [BLOCK_N, BLOCK_M]
+                allowed = has_weight[:, None] & is_query[None, :]  # [BLOCK_N, BLOCK_M]
                 allowed &= _sees(start0[None, :], end0[None, :], k0[:, None], m0, E0)
                 allowed &= _sees(start1[None, :], end1[None, :], k1[:, None], m1, E1)
                 allowed &= _sees(start2[None, :], end2[None, :], k2[:, None], m2, E2)
-            load = there[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+            query_mask = is_query[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
             q_ptrs = q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]  # [BLOCK_M, BLOCK_D]
             d_ptrs = (
                 dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
             )  # [BLOCK_M, BLOCK_D]
-            q_tile = tl.load(q_ptrs, mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
-            d_tile = tl.load(d_ptrs, mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
+            q_tile = tl.load(q_ptrs, mask=query_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+            d_tile = tl.load(d_ptrs, mask=query_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
             scalars = (b * heads + h) * q_rows + row  # [BLOCK_M]
-            lse_row = tl.load(lse + scalars, mask=there, other=float("-inf"))  # [BLOCK_M]
+            lse_row = tl.load(lse + scalars, mask=is_query, other=float("-inf"))  # [BLOCK_M]
             lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
-            delta_row = tl.load(delta + scalars, mask=there, other=0.0)  # [BLOCK_M]
-            # Keys come first: of 64 rows all four products are asynchronous on Hopper. Beside one that is not (of 32
-            # queries) Triton 3.7 lets the next queries be copied over those that dk is still made of.
+            delta_row = tl.load(delta + scalars, mask=is_query, other=0.0)  # [BLOCK_M]
+            # Keys are the rows: with 64 rows all four products are asynchronous on Hopper. Beside a product of 32 rows,
+            # which is not, Triton 3.7 copies the next queries over those that the product for dk still reads.
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             weights = tl.where(
                 allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[None, :]), 0.0
@@ -430,6 +445,6 @@ def key_kernel(
             slopes = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             slopes = tl.where(allowed, weights * (slopes - delta_row[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
             dk_acc = tl.dot(slopes.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
-    at = ((b * keys + slot) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, BLOCK_D]
-    tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
-    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=here)
+    dkv_offsets = ((b * keys + slot) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    tl.store(dk + dkv_offsets, (dk_acc * scale).to(dk.dtype.element_ty), mask=row_mask)
+    tl.store(dv + dkv_offsets, dv_acc.to(dv.dtype.element_ty), mask=row_mask)

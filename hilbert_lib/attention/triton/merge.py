@@ -1,7 +1,7 @@
-"""All partial results of one call, merged or summed by one kernel that writes each row once.
+"""Merge or sum of all partial results of one call, by one kernel that writes each row once.
 
-The kernel walks over the rows of the whole. A table says which parts hold rows of a sequence and head, and where these
-begin in memory; a row's place in a part follows by arithmetic. Parts stay as the dense kernels wrote them.
+The kernel walks over the rows of the result. A table lists the parts that hold rows of a sequence and head, and where
+they begin in memory. The place of a row in a part follows by arithmetic. Parts stay as the dense kernels wrote them.
 """
 
 import numpy as np
@@ -13,15 +13,15 @@ from torch import Tensor
 from hilbert_lib.attention.request import StridedRows
 from hilbert_lib.attention.triton.geometry import power_of_2
 
-PLACE = tl.constexpr(5)  # numbers that say where a part's rows stand: start, segment length, rate, segments, rows
-ADDRESS = tl.constexpr(3)  # numbers that say where one of its tensors lies: pointer, strides of segment and row
-ELEMENTS = 8192  # of a tile: 64 registers of float32 a thread
+PLACE = tl.constexpr(5)  # numbers of a part's place in the result: start, segment length, rate, segments, rows
+ADDRESS = tl.constexpr(3)  # numbers of one of its tensors: pointer, strides of segment and row
+ELEMENTS = 8192  # elements of a tile: 64 registers of float32 a thread
 
 
 def merge_parts(parts: list[StridedRows], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge parts of out, in q's dtype, and of lse, float32; rows that no part holds are 0 and -inf.
+    """Merge parts of out, in q's dtype, and of lse, float32. Rows that no part holds are 0 and -inf.
 
-    out is shaped like q. The last stride of a part's out is 1, and its rows begin at 16-byte addresses.
+    out is shaped like q. A part's out has a last stride of 1, and its rows begin at 16-byte addresses.
 
     >>> out, lse = merge_parts([], torch.ones(1, 2, 1, 4))
     >>> out.any().item(), lse.tolist()
@@ -35,30 +35,30 @@ def merge_parts(parts: list[StridedRows], q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_parts(parts: list[StridedRows], x: Tensor) -> Tensor:
-    """The sum, in float32 and rounded once, of parts of one tensor each: shaped like x, stored as for `merge_parts`."""
+    """Sum parts of one tensor in float32, rounded once: shaped like x, stored as for `merge_parts`."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(sum_kernel, parts, total)
     return total
 
 
-def _launch(kernel: triton.JITFunction, parts: list[StridedRows], whole: Tensor, *rest: Tensor) -> None:
-    batch, rows, heads, head_dim = whole.shape
-    table = _table(parts, batch, heads, tensors=1 + len(rest)).to(whole.device, non_blocking=True)
+def _launch(kernel: triton.JITFunction, parts: list[StridedRows], result: Tensor, *rest: Tensor) -> None:
+    batch, rows, heads, head_dim = result.shape
+    table = _table(parts, batch, heads, tensors=1 + len(rest)).to(result.device, non_blocking=True)
     block_d = power_of_2(head_dim)
     block_m = max(1, ELEMENTS // block_d)
     kernel[(batch * heads * triton.cdiv(rows, block_m),)](
-        table, whole, *rest, len(table), batch, rows, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m
+        table, result, *rest, len(table), batch, rows, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m
     )
 
 
 def _table(parts: list[StridedRows], batch: int, heads: int, tensors: int) -> Tensor:
-    # (slots, batch, heads, numbers) int64, pinned where there is a GPU. A slot that a head does not need is zero.
+    # (slots, batch, heads, numbers) int64, pinned where there is a GPU. Slots that a head does not use are zero.
     depth = np.zeros((batch, heads), dtype=np.int64)  # slots taken
     slots = []
     for part in parts:
-        taken = depth[part.batch, part.heads]
-        slots.append(taken.max())
-        taken[:] = slots[-1] + 1
+        used_slots = depth[part.batch, part.heads]
+        slots.append(used_slots.max())
+        used_slots[:] = slots[-1] + 1
     table = np.zeros((depth.max(), batch, heads, PLACE.value + tensors * ADDRESS.value), dtype=np.int64)
     for slot, part in zip(slots, parts, strict=True):
         numbers = table[slot, part.batch, part.heads]
@@ -66,11 +66,11 @@ def _table(parts: list[StridedRows], batch: int, heads: int, tensors: int) -> Te
         numbers[..., 0] = part.start + np.arange(own_heads) * part.shift
         numbers[..., 1 : PLACE.value] = min(part.segment_length, 2**31 - 1), part.rate, segments, rows
         for n, x in enumerate(part.tensors):
-            at = PLACE.value + n * ADDRESS.value
+            column = PLACE.value + n * ADDRESS.value
             of_sequence, of_segment, of_row, of_head = x.stride()[:4]
             elements = np.arange(sequences)[:, None] * of_sequence + np.arange(own_heads) * of_head
-            numbers[..., at] = x.data_ptr() + elements * x.element_size()
-            numbers[..., at + 1 : at + ADDRESS.value] = of_segment, of_row
+            numbers[..., column] = x.data_ptr() + elements * x.element_size()
+            numbers[..., column + 1 : column + ADDRESS.value] = of_segment, of_row
     table = torch.from_numpy(table)
     return table.pin_memory() if torch.cuda.is_available() else table  # pinned: the host need not wait for the copy
 
@@ -90,13 +90,13 @@ def merge_kernel(
     for slot in range(slots):
         part = table + ((slot * batch + b) * heads + h) * (PLACE + 2 * ADDRESS)
         if _reaches(part, first, BLOCK_M):
-            found, segment, number = _find(part, row)  # [BLOCK_M] each
+            in_part, segment, number = _find(part, row)  # [BLOCK_M] each
             out_rows = _address(part + PLACE, segment, number, out, True)  # [BLOCK_M]
             tile = tl.load(
-                out_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0
+                out_rows[:, None] + dims[None, :], mask=in_part[:, None] & in_dim, other=0.0
             )  # [BLOCK_M, BLOCK_D]
             lse_rows = _address(part + PLACE + ADDRESS, segment, number, lse, False)  # [BLOCK_M]
-            part_lse = tl.load(lse_rows, mask=found, other=float("-inf"))  # [BLOCK_M]
+            part_lse = tl.load(lse_rows, mask=in_part, other=float("-inf"))  # [BLOCK_M]
             largest = tl.maximum(m, part_lse)  # [BLOCK_M]
             finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]; -inf minus -inf would be NaN
             weight, decay = tl.exp(part_lse - finite), tl.exp(m - finite)  # [BLOCK_M] each
@@ -105,9 +105,9 @@ def merge_kernel(
             m = largest  # [BLOCK_M]
     denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys
     exists = row < rows  # [BLOCK_M]
-    whole = ((b * rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
+    result_rows = ((b * rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
     result = (acc / denominator[:, None]).to(out.dtype.element_ty)  # [BLOCK_M, BLOCK_D]
-    tl.store(out + whole[:, None] + dims[None, :], result, mask=exists[:, None] & in_dim)
+    tl.store(out + result_rows[:, None] + dims[None, :], result, mask=exists[:, None] & in_dim)
     tl.store(lse + (b * heads + h) * rows + row, m + tl.log(denominator), mask=exists)
 
 
@@ -124,20 +124,20 @@ def sum_kernel(
     for slot in range(slots):
         part = table + ((slot * batch + b) * heads + h) * (PLACE + ADDRESS)
         if _reaches(part, first, BLOCK_M):
-            found, segment, number = _find(part, row)  # [BLOCK_M] each
+            in_part, segment, number = _find(part, row)  # [BLOCK_M] each
             part_rows = _address(part + PLACE, segment, number, total, True)  # [BLOCK_M]
             tile = tl.load(
-                part_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0
+                part_rows[:, None] + dims[None, :], mask=in_part[:, None] & in_dim, other=0.0
             )  # [BLOCK_M, BLOCK_D]
             acc += tile.to(tl.float32)
-    whole = ((b * rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
+    result_rows = ((b * rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
     result = acc.to(total.dtype.element_ty)  # [BLOCK_M, BLOCK_D]
-    tl.store(total + whole[:, None] + dims[None, :], result, mask=(row < rows)[:, None] & in_dim)
+    tl.store(total + result_rows[:, None] + dims[None, :], result, mask=(row < rows)[:, None] & in_dim)
 
 
 @triton.jit
 def _tile(rows, heads, BLOCK_M: tl.constexpr):
-    """Sequence (int64), head and first row of this program; neighbours take the heads of the same rows."""
+    """Sequence (int64), head and first row of this program. Neighbouring programs take heads of the same rows."""
     pid = tl.program_id(0)
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
     tile = pid // heads
@@ -146,7 +146,7 @@ def _tile(rows, heads, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _reaches(part, first, BLOCK_M: tl.constexpr):
-    """Whether the part spans any of the rows first to first + BLOCK_M - 1."""
+    """Whether a part spans any of the rows first to first + BLOCK_M - 1."""
     start = tl.load(part)
     end = start + tl.load(part + 1) * tl.load(part + 3)
     return (start < first + BLOCK_M) & (end > first)
@@ -154,25 +154,25 @@ def _reaches(part, first, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _find(part, row):
-    """Which rows are in the part; their segment and their number in it."""
+    """Whether each row is in a part, its segment, and its number in the segment."""
     start = tl.load(part).to(tl.int32)
     segment_length = tl.load(part + 1).to(tl.int32)
     rate = tl.load(part + 2).to(tl.int32)
     segment = (row - start) // segment_length  # [BLOCK_M]
     within = (row - start) % segment_length  # [BLOCK_M]
     number = within // rate  # [BLOCK_M]
-    found = (
+    in_part = (
         (row >= start) & (segment < tl.load(part + 3)) & (within % rate == 0) & (number < tl.load(part + 4))
     )  # [BLOCK_M]
-    return found, segment, number
+    return in_part, segment, number
 
 
 @triton.jit
-def _address(at, segment, number, like, ALIGNED: tl.constexpr):
-    """Pointers to rows of one tensor of a part, of the element type of `like`."""
-    base = tl.load(at).to(like.dtype)
-    of_segment = tl.load(at + 1)
-    of_row = tl.load(at + 2)
+def _address(numbers, segment, number, like, ALIGNED: tl.constexpr):
+    """Pointers to rows of one tensor of a part, with the element type of `like`."""
+    base = tl.load(numbers).to(like.dtype)
+    of_segment = tl.load(numbers + 1)
+    of_row = tl.load(numbers + 2)
     if ALIGNED:  # without the hint Triton would load one element at a time
         size: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
         base = tl.multiple_of(base, 16)

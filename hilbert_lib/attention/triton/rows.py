@@ -1,6 +1,6 @@
-"""Rows, by index merged with others or added to, or all with zero keys: in place, each read and written once.
+"""In-place work on rows, each read and written once: merge by index, addition by index, merge with zero keys.
 
-In plain torch the first two take up to seventeen kernels, a gather, the arithmetic and a scatter; the last takes six.
+In plain torch the first two take up to seventeen kernels: a gather, the arithmetic and a scatter. The last takes six.
 """
 
 import triton
@@ -10,21 +10,21 @@ from torch import Tensor
 from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.attention.triton.start import Start, start
 
-ELEMENTS = 2048  # of a tile: 16 a thread
+ELEMENTS = 2048  # elements of a tile: 16 a thread
 
 
-def merge_rows(out: Tensor, lse: Tensor, at: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
-    """As `hilbert_lib.attention.merge.merge_rows`."""
-    _launch(merge_kernel, at, [(out, other_out), (lse, other_lse)])
+def merge_rows(out: Tensor, lse: Tensor, index: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
+    """`hilbert_lib.attention.merge.merge_rows` in one kernel."""
+    _launch(merge_kernel, index, [(out, other_out), (lse, other_lse)])
 
 
-def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
-    """As `hilbert_lib.attention.merge.add_rows`."""
-    _launch(add_kernel, at, [(total, more)])
+def add_rows(total: Tensor, index: tuple[Tensor, ...], addend: Tensor) -> None:
+    """`hilbert_lib.attention.merge.add_rows` in one kernel."""
+    _launch(add_kernel, index, [(total, addend)])
 
 
 def add_zero_keys(out: Tensor, lse: Tensor, log_count: Tensor) -> None:
-    """Add exp(log_count) keys of zeros, (kv_heads, 1, queries), to out and lse; the latter two are contiguous."""
+    """Add exp(log_count) keys of zeros to out and lse; log_count is (kv_heads, 1, queries), contiguous like lse."""
     batch, heads, queries = lse.shape
     if not lse.numel():
         return
@@ -36,22 +36,22 @@ def add_zero_keys(out: Tensor, lse: Tensor, log_count: Tensor) -> None:
     start(lambda: [Start(zero_kernel, grid, (*tensors, *sizes), named)], tensors, zero_kernel)
 
 
-def _launch(kernel: triton.JITFunction, at: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> None:
-    rows = at[0].numel()
+def _launch(kernel: triton.JITFunction, index: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    rows = index[0].numel()
     if not rows:
         return
     group, batch, head_dim = pairs[0][0].shape[-3:]
     block_d = power_of_2(head_dim)
     block_m = max(1, ELEMENTS // block_d)
     tensors, strides = [], []
-    for whole, others in pairs:
-        tensors += [whole, others.contiguous()]
-        # A single index is given twice, the second time with stride 0.
-        strides += [*whole.stride()[: len(at)], *[0] * (2 - len(at)), *whole.stride()[len(at) :]]
-    tensors += [at[0].contiguous(), at[-1].contiguous()]
+    for x, other_rows in pairs:
+        tensors += [x, other_rows.contiguous()]
+        # A single index stands twice, the second time with stride 0.
+        strides += [*x.stride()[: len(index)], *[0] * (2 - len(index)), *x.stride()[len(index) :]]
+    tensors += [index[0].contiguous(), index[-1].contiguous()]
     named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m}
     grid = (triton.cdiv(rows, block_m) * group * batch,)
-    start(lambda: [Start(kernel, grid, (*tensors, rows, group, batch, *strides), named)], tensors, kernel, len(at))
+    start(lambda: [Start(kernel, grid, (*tensors, rows, group, batch, *strides), named)], tensors, kernel, len(index))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -60,26 +60,31 @@ def merge_kernel(
     out_first, out_second, out_group, out_batch, out_dim, lse_first, lse_second, lse_group, lse_batch,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merges one tile of rows, of one member of the group and one sequence, in the dtype of lse."""
+    """One tile of merged rows, of one member of the group and one sequence, in the dtype of lse."""
     row, member, exists = _rows(rows, group * batch, BLOCK_M)  # [BLOCK_M], scalar, [BLOCK_M]
-    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)  # [BLOCK_M] each
+    first_index, second_index = (
+        tl.load(first + row, mask=exists, other=0),
+        tl.load(second + row, mask=exists, other=0),
+    )  # [BLOCK_M] each
     g, b = member // batch, member % batch
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
-    lse_at = lse + one * lse_first + two * lse_second + g * lse_group + b * lse_batch  # [BLOCK_M]
+    lse_at = lse + first_index * lse_first + second_index * lse_second + g * lse_group + b * lse_batch  # [BLOCK_M]
     out_at = (
-        out + (one * out_first + two * out_second + g * out_group + b * out_batch)[:, None] + dims * out_dim
+        out
+        + (first_index * out_first + second_index * out_second + g * out_group + b * out_batch)[:, None]
+        + dims * out_dim
     )  # [BLOCK_M, BLOCK_D]
-    other = row * group * batch + member  # [BLOCK_M]; others lie one after the other
+    other_row = row * group * batch + member  # [BLOCK_M]; others lie one after the other
     lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))  # [BLOCK_M]
-    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf"))  # [BLOCK_M]
+    lse_other = tl.load(other_lse + other_row, mask=exists, other=float("-inf"))  # [BLOCK_M]
     working = lse.dtype.element_ty
     share, other_share, merged = _shares(lse_own, lse_other, working)  # [BLOCK_M] each
     tile = tl.load(out_at, mask=inside, other=0.0).to(working)  # [BLOCK_M, BLOCK_D]
-    more = tl.load(other_out + other[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(
+    other_tile = tl.load(other_out + other_row[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(
         working
     )  # [BLOCK_M, BLOCK_D]
-    result = tile * share[:, None] + more * other_share[:, None]  # [BLOCK_M, BLOCK_D]
+    result = tile * share[:, None] + other_tile * other_share[:, None]  # [BLOCK_M, BLOCK_D]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse_at, merged, mask=exists)
 
@@ -89,7 +94,7 @@ def zero_kernel(
     out, lse, log_count, queries, heads, batch, group, out_batch, out_row, out_head, out_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Adds zero keys to one tile of rows, of one head and sequence."""
+    """One tile of rows of one head and sequence, merged with zero keys."""
     row, member, exists = _rows(queries, heads * batch, BLOCK_M)  # [BLOCK_M], scalar, [BLOCK_M]
     h, b = member // batch, member % batch
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -106,42 +111,48 @@ def zero_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_kernel(
-    total, more, first, second, rows, group, batch,
+    total, addend, first, second, rows, group, batch,
     total_first, total_second, total_group, total_batch, total_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of rows, of one member of the group and one sequence, in the wider of the dtypes."""
+    """One tile of sums of rows, of one member of the group and one sequence, in the wider of the dtypes."""
     row, member, exists = _rows(rows, group * batch, BLOCK_M)  # [BLOCK_M], scalar, [BLOCK_M]
-    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)  # [BLOCK_M] each
+    first_index, second_index = (
+        tl.load(first + row, mask=exists, other=0),
+        tl.load(second + row, mask=exists, other=0),
+    )  # [BLOCK_M] each
     g, b = member // batch, member % batch
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
-    at = one * total_first + two * total_second + g * total_group + b * total_batch  # [BLOCK_M]
-    total_at = total + at[:, None] + dims * total_dim  # [BLOCK_M, BLOCK_D]
-    other = (row * group * batch + member) * HEAD_DIM  # [BLOCK_M]
+    offsets = first_index * total_first + second_index * total_second + g * total_group + b * total_batch  # [BLOCK_M]
+    total_at = total + offsets[:, None] + dims * total_dim  # [BLOCK_M, BLOCK_D]
+    addend_at = (row * group * batch + member) * HEAD_DIM  # [BLOCK_M]
     tile = tl.load(total_at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
-    tile += tl.load(more + other[:, None] + dims, mask=inside, other=0.0)
+    tile += tl.load(addend + addend_at[:, None] + dims, mask=inside, other=0.0)
     tl.store(total_at, tile.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rows(rows, members, BLOCK_M: tl.constexpr):
-    """Rows of this program and its member of each, int64; neighbours take the members of the same rows."""
+    """Rows of this program, its member (int64), and whether each row exists.
+
+    Neighbouring programs take members of the same rows.
+    """
     pid = tl.program_id(0)
     row = (pid // members).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     return row, (pid % members).to(tl.int64), row < rows
 
 
 @triton.jit
-def _shares(lse, other, dtype: tl.constexpr):
-    """What each of two parts weighs in a row, and the row's lse.
+def _shares(lse, other_lse, dtype: tl.constexpr):
+    """Weights of two parts in each row, and the row's lse.
 
-    In float64: a GPU's own exponential and logarithm err in the seventh digit, and these are few.
+    These few numbers are computed in float64: a GPU's exponential and logarithm err in the seventh digit.
     """
-    lse, other = lse.to(tl.float64), other.to(tl.float64)  # [BLOCK_M] each
-    largest = tl.maximum(lse, other)  # [BLOCK_M]
+    lse, other_lse = lse.to(tl.float64), other_lse.to(tl.float64)  # [BLOCK_M] each
+    largest = tl.maximum(lse, other_lse)  # [BLOCK_M]
     finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]; -inf minus -inf would be NaN
-    weight, other_weight = tl.exp(lse - finite), tl.exp(other - finite)  # [BLOCK_M] each
+    weight, other_weight = tl.exp(lse - finite), tl.exp(other_lse - finite)  # [BLOCK_M] each
     total = weight + other_weight  # [BLOCK_M]
     denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys
     merged = largest + tl.log(denominator)  # [BLOCK_M]

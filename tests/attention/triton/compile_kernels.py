@@ -141,7 +141,7 @@ def row_kernels() -> dict[str, tuple]:
         f"rows {name} {bits}": (kernel, types | dict.fromkeys(wholes, dtype), constants, {"num_warps": 4})
         for name, kernel, wholes in (
             ("merge", by_row.merge_kernel, ("out", "other_out")),
-            ("add", by_row.add_kernel, ("total", "more")),
+            ("add", by_row.add_kernel, ("total", "addend")),
             ("zeros", by_row.zero_kernel, ("out",)),
         )
         for bits, dtype in ((16, "*bf16"), (32, "*fp32"))

@@ -28,9 +28,9 @@ def parsed(text: str) -> list[Mutation]:
 MUTATIONS = parsed("""\
 geometry, 19: blocks of keys that need a mask go without one
 -(lowest - start - o + r) // r)
--    whole
+-    is_one_segment
 +(highest - start - o + r) // r)
-+    whole
++    is_one_segment
 geometry, 1: the causal range ends a key early
 -w - 1) - o + r) // r)
 +w - 1) - o) // r)
