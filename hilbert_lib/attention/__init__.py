@@ -17,6 +17,7 @@ grid_module    attention on grids as a layer
 explain        which backend serves a call
 transforms     transforms of torch that have no rule here, refused by name
 registration   a function and its gradient as torch operators
+autograd       one validated call by one backend, and how autograd runs it
 """
 
 from hilbert_lib.lazy import lazily

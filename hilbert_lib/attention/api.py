@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention import operators
+from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.choice import is_undone, serving
 from hilbert_lib.attention.failures import first_that_compiles
 from hilbert_lib.attention.request import Tensors
-from hilbert_lib.attention.validation import needs_gradient, validated
+from hilbert_lib.attention.validation import validated
 from hilbert_lib.checks import suggesting, unscripted
 from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated

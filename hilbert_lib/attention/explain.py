@@ -3,8 +3,9 @@
 import torch
 
 from hilbert_lib.attention import api
+from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.choice import Explanation, explain
-from hilbert_lib.attention.validation import as_pattern, needs_gradient, validated
+from hilbert_lib.attention.validation import as_pattern, validated
 from hilbert_lib.checks import known_by, unscripted
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern

@@ -47,21 +47,9 @@ def importing(module: str) -> Iterator[None]:
         raise not_compiled(module, error) from error
 
 
-def remembering(function: Callable[[tuple], str], run: Callable) -> Callable:
-    """An operator's implementation that remembers, for `failure`, the backend of which a kernel did not compile.
-
-    function: of the arguments, the name of the function that users called. run: takes q or dout first, and the
-    backend's name last.
-    """
-
-    def remembered(*args):
-        try:
-            return run(*args)
-        except KernelError as error:
-            _failed[function(args), args[-1], args[0].dtype, args[0].shape[-1]] = str(error)
-            raise
-
-    return remembered
+def remember(error: KernelError, function: str, backend: str, q: Tensor) -> None:
+    """Keep for `failure` that a kernel of a backend did not compile for tensors like q, or dout."""
+    _failed[function, backend, q.dtype, q.shape[-1]] = str(error)
 
 
 def first_that_compiles(

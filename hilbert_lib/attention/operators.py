@@ -13,15 +13,20 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.backends.registry import backends_for
-from hilbert_lib.attention.documents import documents, rows_of
-from hilbert_lib.attention.failures import remembering
+from hilbert_lib.attention.autograd import (
+    empty_gradients,
+    empty_results,
+    run_backward,
+    run_forward,
+    served_by,
+    unwatched_backward,
+    unwatched_forward,
+)
+from hilbert_lib.attention.documents import rows_of
 from hilbert_lib.attention.flop_count import count_flop
-from hilbert_lib.attention.registration import as_given, as_kernels_load, register
-from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
-from hilbert_lib.attention.zero_keys import add_zero_keys
-from hilbert_lib.internals import made_outside_modes
+from hilbert_lib.attention.registration import register
+from hilbert_lib.attention.request import GridPart, Request, Tensors, tensors_of
+from hilbert_lib.internals import is_watched, made_outside_modes
 from hilbert_lib.ordering import KINDS, Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
@@ -29,6 +34,7 @@ from hilbert_lib.patterns.pattern import KINDS as PATTERNS
 from hilbert_lib.patterns.pattern import Pattern, from_specification
 from hilbert_lib.patterns.union import Union
 
+_OPERATORS = torch.ops.hilbert_lib
 _INPUTS = len(Tensors._fields)
 ORDERINGS = (*KINDS, "residue", "random", "linear", "permutation")
 # The schema of a request: the pattern, then the other fields one by one.
@@ -40,13 +46,28 @@ _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields
 
 
 def forward(given: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
-    """Output and lse of attention by one backend, both contiguous; differentiable once, through out."""
-    return _forward(*given, *_arguments(request), backend)
+    """Output and lse of attention by one backend, both contiguous; differentiable once, through out.
+
+    Where nobody watches, torch's dispatcher is left out.
+    """
+    if torch.compiler.is_compiling() or is_watched((*given, *tensors_of(request))):  # it traces no attrgetter
+        return _OPERATORS.attention(*given, *_arguments(request), backend)
+    return unwatched_forward(given, request, served_by(backend, request.pattern, given.q), dispatched_backward)
 
 
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str) -> Tensors:
     """Gradients of `forward` from the merged out and lse, which may hold more than this call."""
-    return Tensors(*_backward(dout, *given, out, lse, *_arguments(request), backend))
+    if is_watched((dout, *given, out, lse, *tensors_of(request))):
+        return Tensors(*dispatched_backward(dout, given, out, lse, request, backend))
+    served = served_by(backend, request.pattern, dout)
+    return Tensors(*unwatched_backward(dout, given, out, lse, request, served))
+
+
+def dispatched_backward(
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str
+) -> tuple[Tensor, ...]:
+    """The same through torch's dispatcher."""
+    return _OPERATORS.attention_backward(dout, *given, out, lse, *_arguments(request), backend)
 
 
 def _arguments(request: Request) -> tuple:
@@ -130,83 +151,12 @@ def _part(numbers: tuple[int, ...]) -> GridPart | None:
     return GridPart(rows, queries, keys, bool(in_float))
 
 
-def _run_forward(*args) -> tuple[Tensor, Tensor]:
-    given, request, backend = _apart(args)
-    q = given.q
-    if not (q.numel() and given.k.numel()):  # dense operators do not take empty tensors
-        out, lse = _fake_forward(*args)
-        return out.zero_(), lse.fill_(-torch.inf)
-    with torch.cuda.device_of(q), as_given(q.device):
-        if request.cu_seqlens is None or backend.reads_documents:
-            return _forward_of_one(backend, given, request)
-        out, lse = _fake_forward(*args)
-        for rows, own in documents(request, q, given.k.shape[2]):
-            some = Tensors(*(x[:, rows] for x in given[:3]))
-            out[:, rows], lse[:, :, rows] = _forward_of_one(backend, some, own)
-        return out, lse
-
-
-def _forward_of_one(backend: Backend, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    # One document, a batch of sequences, or documents where the backend reads their lengths.
-    run, _ = backend.functions(given.q.device)
-    out, lse = run(_as_loaded(given), request)
-    lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
-    if isinstance(request.pattern, DilatedPattern):
-        add_zero_keys(out, lse, request, request.first_query, given.k.shape[1], given.k.shape[2])
-    return out, lse
-
-
-def _run_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
-    (out, lse), rest = args[_INPUTS : _INPUTS + 2], args[_INPUTS + 2 :]
-    given, request, backend = _apart((*args[:_INPUTS], *rest))
-    if not (given.q.numel() and given.k.numel()):
-        return tuple(x.zero_() for x in _fake_backward(dout, *args))
-    pattern = request.pattern
-    if isinstance(pattern, DilatedPattern) and pattern.padding == "zeros":
-        request = replace(request, is_part=True)  # out and lse hold zero keys too
-    with torch.cuda.device_of(dout), as_given(dout.device):
-        if request.cu_seqlens is None or backend.reads_documents:
-            return _backward_of_one(backend, dout, given, out, lse, request)
-        grads = _fake_backward(dout, *args)
-        for rows, own in documents(request, given.q, given.k.shape[2]):
-            some = Tensors(*(x[:, rows] for x in given[:3]))
-            own_lse = lse[:, :, rows].contiguous()
-            found = _backward_of_one(backend, dout[:, rows], some, out[:, rows], own_lse, own)
-            for whole, part in zip(grads[:3], found[:3], strict=True):
-                whole[:, rows] = part
-        return grads
-
-
-def _backward_of_one(
-    backend: Backend, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
-) -> tuple[Tensor, ...]:
-    _, run = backend.functions(dout.device)
-    found = run(as_kernels_load(dout), _as_loaded(given), out, lse, request)
-    grads = [dout.new_empty(0) if x is None else x.contiguous() for x in found]
-    return *grads, *(dout.new_empty(0) for _ in range(_INPUTS - len(grads)))
-
-
-def _apart(args: tuple) -> tuple[Tensors, Request, Backend]:
-    request = _request(*args[_INPUTS:-1])
-    return Tensors(*args[:_INPUTS]), request, backends_for(request.pattern)[args[-1]]
-
-
-def _as_loaded(given: Tensors) -> Tensors:
-    return Tensors(*(x if x is None else as_kernels_load(x) for x in given))
-
-
-def _fake_forward(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    batch, queries, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(batch, heads, queries, dtype=working_dtype(q.dtype))
+def _fake_forward(q: Tensor, *_rest) -> tuple[Tensor, Tensor]:
+    return empty_results(q)
 
 
 def _fake_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
-    # Of a tensor that is not given the gradient has no elements.
-    grads = [dout.new_empty(0 if x is None else x.shape) for x in args[:_INPUTS]]
-    part = args[_INPUTS + 2 + _PART]
-    if part and part[-1]:
-        grads[1:3] = [x.to(working_dtype(x.dtype)) for x in grads[1:3]]
-    return tuple(grads)
+    return empty_gradients(dout, args[:_INPUTS], args[_INPUTS + 2 + _PART])
 
 
 def _function_of_request(arguments: tuple) -> str:
@@ -214,24 +164,27 @@ def _function_of_request(arguments: tuple) -> str:
     return PATTERNS[arguments[0].partition(" ")[0]].function
 
 
-def _function(args: tuple) -> str:
-    return _function_of_request(args[_INPUTS:])
+def _forward_operator(*args) -> tuple[Tensor, Tensor]:
+    given, request = Tensors(*args[:_INPUTS]), _request(*args[_INPUTS:-1])
+    return run_forward(given, request, served_by(args[-1], request.pattern, given.q))
 
 
-def _function_of_backward(args: tuple) -> str:
-    return _function_of_request(args[_INPUTS + 3 :])
+def _backward_operator(dout: Tensor, *args) -> tuple[Tensor, ...]:
+    given, (out, lse) = Tensors(*args[:_INPUTS]), args[_INPUTS : _INPUTS + 2]
+    request = _request(*args[_INPUTS + 2 : -1])
+    return run_backward(dout, given, out, lse, request, served_by(args[-1], request.pattern, dout))
 
 
 _PART = _FIELDS.index("part") + 1  # among the arguments of a request, of which the pattern is two
 
-_forward, _backward, _Differentiable = register(
+register(
     "attention",
     said=_function_of_request,
     inputs={"Tensor q": "dq", "Tensor k": "dk", "Tensor v": "dv"}
     | {"Tensor? extra_k": "dextra_k", "Tensor? extra_v": "dextra_v"},
     request=_REQUEST,
-    forward=remembering(_function, _run_forward),
-    backward=remembering(_function_of_backward, _run_backward),
+    forward=_forward_operator,
+    backward=_backward_operator,
     fakes=(_fake_forward, _fake_backward),
 )
 
@@ -290,5 +243,4 @@ def _grid_pairs(request: Request, shapes: tuple) -> int:
     return batch * (pairs * (heads // len(each)) + heads * seq * extra)
 
 
-_OPERATORS = torch.ops.hilbert_lib
 count_flop(_OPERATORS.attention, _OPERATORS.attention_backward, _INPUTS, _pair_elements)

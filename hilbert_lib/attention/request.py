@@ -1,6 +1,6 @@
 """What one call asks for, validated: the tensors with gradients, and a `Request` of all else."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
@@ -86,6 +86,18 @@ class Request:
         for head, near in enumerate(self.neighbourhoods):
             heads.setdefault(near, []).append(head)
         return heads
+
+
+# The tensors of a request, each of them or None, for autograd; a function of C, since every call asks twice.
+TENSORS = tuple(each.name for each in fields(Request) if each.type == Tensor | None)
+tensors_of = attrgetter(*TENSORS)
+
+
+def with_tensors(request: Request, tensors: tuple[Tensor | None, ...]) -> Request:
+    """The request with other tensors in the places of those that `tensors_of` gives."""
+    if not any(x is not None for x in tensors):
+        return request
+    return replace(request, **dict(zip(TENSORS, tensors, strict=True)))
 
 
 _options = attrgetter(*(each.name for each in fields(Request) if each.type != Tensor | None))

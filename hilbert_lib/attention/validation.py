@@ -55,6 +55,7 @@ def validated(
     k_given = k
     q, k, v = check_tensors(q, k, v)
     pattern = as_pattern(pattern).of_heads(k.shape[2])
+    _ = pattern.specification  # raises for a field that operators cannot be given
     refuse_options(pattern, options)
     options = DEFAULTS | options
     boolean("is_causal", options["is_causal"])
@@ -111,11 +112,6 @@ def refuse_options(pattern: Pattern, options: dict, defaults: dict = DEFAULTS, t
         if name not in pattern.options | taken and not is_default:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}")
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a backward may follow."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import check_neighbourhood, computed
+from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.transforms import unserved_derivative
-from hilbert_lib.attention.validation import needs_gradient, validated
+from hilbert_lib.attention.validation import validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.internals import is_compiler_loaded, untraced
 from hilbert_lib.ordering import Ordering, OrderingSpec

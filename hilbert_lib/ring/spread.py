@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import serving
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.transforms import refuse_tracers
-from hilbert_lib.attention.validation import as_pattern, needs_gradient, refuse_options
+from hilbert_lib.attention.validation import as_pattern, refuse_options
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern

@@ -1,0 +1,270 @@
+"""One validated call by one backend, forward and backward, and how autograd runs it.
+
+run_forward, run_backward     what a backend computes, in one layout, with keys of zeros, document by document
+Differentiable, Once          what autograd runs: once differentiable
+unwatched_forward             the three, for tensors that nobody watches: torch's dispatcher is left out
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention import failures
+from hilbert_lib.attention.backends.backend import Backward, Forward
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.documents import documents
+from hilbert_lib.attention.request import GridPart, Request, Tensors, tensors_of, with_tensors, working_dtype
+from hilbert_lib.attention.zero_keys import add_zero_keys
+from hilbert_lib.internals import is_below_autograd, is_watched
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.pattern import Pattern
+
+
+class Served(NamedTuple):
+    """A backend on a device."""
+
+    name: str
+    forward: Forward
+    backward: Backward
+    reads_documents: bool
+
+
+def served_by(name: str, pattern: Pattern, q: Tensor) -> Served:
+    """The backend of that name for a pattern and tensors like q. Raises `KernelError` where its kernels do not load."""
+    backend = backends_for(pattern)[name]
+    try:
+        return Served(name, *backend.functions(q.device), backend.reads_documents)
+    except failures.KernelError as error:
+        failures.remember(error, pattern.function, name, q)
+        raise
+
+
+class Passes(NamedTuple):
+    """A forward and its backward, as autograd runs them. `request` is all that they take beside differentiable tensors.
+
+    The request is of any form: autograd looks at each argument of its functions, and so gets it as one.
+    """
+
+    forward: Callable  # (given, request) -> (out, lse)
+    backward: Callable  # (dout, given, out, lse, request) -> gradients
+    apart: Callable  # request -> (its tensors, the rest): autograd then sees it if a mask changes before the backward
+    together: Callable  # (tensors, rest) -> request
+
+
+# Functions of autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
+# bookkeeping in every forward as all the rest of a call.
+class Differentiable(torch.autograd.Function):
+    """(*given, passes, request) -> (out, lse); differentiable once, through out."""
+
+    @staticmethod
+    def forward(ctx, *args) -> tuple[Tensor, Tensor]:
+        *given, passes, request = args
+        out, lse = passes.forward(given, request)
+        tensors, ctx.rest = passes.apart(request)
+        ctx.passes, ctx.count = passes, len(given)
+        ctx.save_for_backward(*given, out, lse, *tensors)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * (ctx.count + 2)
+        saved, count = ctx.saved_tensors, ctx.count
+        given, (out, lse), tensors = saved[:count], saved[count : count + 2], saved[count + 2 :]
+        grads = ctx.passes.backward(dout, given, out, lse, ctx.passes.together(tensors, ctx.rest))
+        return *(None if x is None else grad for x, grad in zip(given, grads, strict=True)), None, None
+
+
+class Once(torch.autograd.Function):
+    """(*tensors, run, function) -> gradients; `function`, as users call it, has no second derivative."""
+
+    @staticmethod
+    def forward(ctx, *args) -> tuple[Tensor, ...]:
+        *given, run, ctx.function = args
+        return run(*given)
+
+    @staticmethod
+    def backward(ctx, *_grads: Tensor) -> None:
+        raise RuntimeError(f"{ctx.function} can be differentiated once; its second derivative is not implemented")
+
+
+def unwatched_forward(given: Tensors, request: Request, served: Served, dispatched: Callable) -> tuple[Tensor, Tensor]:
+    """Output and lse for tensors of which `is_watched` is False.
+
+    dispatched: (dout, given, out, lse, request, backend) -> gradients through torch's dispatcher, where somebody
+        watches the backward.
+    """
+    if _is_recorded(given):
+        return Differentiable.apply(*given, _UNWATCHED, (request, served, dispatched))
+    return run_forward(given, request, served)
+
+
+def unwatched_backward(
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
+) -> tuple:
+    """The gradients for tensors of which `is_watched` is False; they have no second derivative, and say so."""
+    tensors = dout, *given, out, lse
+    if not _is_recorded(tensors):
+        return run_backward(dout, given, out, lse, request, served)
+    count = len(given)
+
+    def run(dout: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+        return run_backward(dout, Tensors(*rest[:count]), *rest[count:], request, served)
+
+    return Once.apply(*tensors, run, request.pattern.function)
+
+
+def _backward(dout: Tensor, given: tuple, out: Tensor, lse: Tensor, asked: tuple) -> tuple[Tensor, ...]:
+    request, served, dispatched = asked
+    given = Tensors(*given)
+    if is_watched((dout, *given, out, lse, *tensors_of(request))):
+        return dispatched(dout, given, out, lse, request, served.name)
+    return unwatched_backward(dout, given, out, lse, request, served)
+
+
+def _forward(given: list, asked: tuple) -> tuple[Tensor, Tensor]:
+    request, served, _ = asked
+    return run_forward(Tensors(*given), request, served)
+
+
+def _apart(asked: tuple) -> tuple[tuple, tuple]:
+    return tensors_of(asked[0]), asked
+
+
+def _together(tensors: tuple, asked: tuple) -> tuple:
+    request, *rest = asked
+    return with_tensors(request, tensors), *rest
+
+
+_UNWATCHED = Passes(_forward, _backward, _apart, _together)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a backward may follow."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _is_recorded(tensors: Iterable[Tensor | None]) -> bool:
+    return needs_gradient(*tensors) and not is_below_autograd()
+
+
+def run_forward(given: Tensors, request: Request, served: Served) -> tuple[Tensor, Tensor]:
+    """Output and lse, both contiguous."""
+    q = given.q
+    if not (q.numel() and given.k.numel()):  # dense operators do not take empty tensors
+        out, lse = empty_results(given.q)
+        return out.zero_(), lse.fill_(-torch.inf)
+    try:
+        with torch.cuda.device_of(q), _without_autocast(q.device):
+            if request.cu_seqlens is None or served.reads_documents:
+                return _forward_of_one(served, given, request)
+            return _forward_of_each(served, given, request)
+    except failures.KernelError as error:
+        failures.remember(error, request.pattern.function, served.name, q)
+        raise
+
+
+def _forward_of_each(served: Served, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    # One document after the other.
+    q = given.q
+    out, lse = empty_results(q)
+    for rows, own in documents(request, q, given.k.shape[2]):
+        some = Tensors(*(x[:, rows] for x in given[:3]))
+        out[:, rows], lse[:, :, rows] = _forward_of_one(served, some, own)
+    return out, lse
+
+
+def _forward_of_one(served: Served, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    # One document, a batch of sequences, or documents where the backend reads their lengths.
+    out, lse = served.forward(_as_loaded(given), request)
+    lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
+    if _has_zero_keys(request.pattern):
+        add_zero_keys(out, lse, request, request.first_query, given.k.shape[1], given.k.shape[2])
+    return out, lse
+
+
+def run_backward(
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
+) -> tuple[Tensor, ...]:
+    """The gradient of each tensor of `given`, without elements where it is None."""
+    if not (given.q.numel() and given.k.numel()):
+        return tuple(x.zero_() for x in empty_gradients(dout, given, request.part))
+    if _has_zero_keys(request.pattern):
+        request = replace(request, is_part=True)  # out and lse hold zero keys too
+    try:
+        with torch.cuda.device_of(dout), _without_autocast(dout.device):
+            if request.cu_seqlens is None or served.reads_documents:
+                return _backward_of_one(served, dout, given, out, lse, request)
+            return _backward_of_each(served, dout, given, out, lse, request)
+    except failures.KernelError as error:
+        failures.remember(error, request.pattern.function, served.name, dout)
+        raise
+
+
+def _backward_of_each(
+    served: Served, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
+) -> tuple[Tensor, ...]:
+    grads = empty_gradients(dout, given, request.part)
+    for rows, own in documents(request, given.q, given.k.shape[2]):
+        some = Tensors(*(x[:, rows] for x in given[:3]))
+        own_lse = lse[:, :, rows].contiguous()
+        found = _backward_of_one(served, dout[:, rows], some, out[:, rows], own_lse, own)
+        for whole, part in zip(grads[:3], found[:3], strict=True):
+            whole[:, rows] = part
+    return grads
+
+
+def _backward_of_one(
+    served: Served, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
+) -> tuple[Tensor, ...]:
+    found = served.backward(_as_kernels_load(dout), _as_loaded(given), out, lse, request)
+    grads = [dout.new_empty(0) if x is None else x.contiguous() for x in found]
+    return *grads, *(dout.new_empty(0) for _ in range(len(given) - len(grads)))
+
+
+def _has_zero_keys(pattern: Pattern) -> bool:
+    return isinstance(pattern, DilatedPattern) and pattern.padding == "zeros"
+
+
+def _as_loaded(given: Tensors) -> Tensors:
+    return Tensors(*[x if x is None else _as_kernels_load(x) for x in given])
+
+
+def _as_kernels_load(x: Tensor) -> Tensor:
+    # The tensor itself, or one copy where its last stride is not 1 or, on CUDA, its rows begin off a 16-byte address.
+    # cuDNN reads such rows wrongly and says nothing; the other kernels fail.
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # most are, and the rest takes longer to ask
+        return x
+    size = x.element_size()
+    dense = x.shape[-1] == 1 or x.stride(-1) == 1
+    steps = [stride * size for stride, count in zip(x.stride()[:-1], x.shape, strict=False) if count > 1]
+    aligned = not x.is_cuda or x.shape[-1] * size % 16 or not any(n % 16 for n in (x.data_ptr(), *steps))
+    # `contiguous` would return a dense tensor as it is, wherever it begins.
+    return x if dense and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager:
+    # Autocast has had its say about q, k and v; inside, it would round the scores.
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and lse without values."""
+    batch, queries, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, heads, queries, dtype=working_dtype(q.dtype))
+
+
+def empty_gradients(dout: Tensor, given: tuple, part: GridPart | list[int] | None) -> tuple[Tensor, ...]:
+    """Gradients without values. part: as a request has it, or as numbers of which the last says the same."""
+    grads = [dout.new_empty(0 if x is None else x.shape) for x in given]
+    if part and part[-1]:
+        grads[1:3] = [x.to(working_dtype(x.dtype)) for x in grads[1:3]]
+    return tuple(grads)
