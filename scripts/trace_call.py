@@ -1,4 +1,4 @@
-"""The files and functions of the library that a warm call crosses, forward and backward: what a reader has to open.
+"""The files and functions of the library that a warm call crosses, forward: what a reader has to open.
 
     python scripts/trace_call.py
 

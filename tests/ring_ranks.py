@@ -19,7 +19,7 @@ from hilbert_lib.attention import merge, operators
 from hilbert_lib.attention.api import attend, dilated_attention
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.request import Request, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -233,7 +233,7 @@ def _flex_on_the_cpu():
 
     def attend(q, k, v, call: Request):
         out, lse = oracle.attention(q, k, v, call.pattern, is_causal=call.is_causal, scale=call.scale)
-        return out.to(q.dtype), lse.to(working_dtype(q.dtype))
+        return out.to(q.dtype), lse.to(WORKING_DTYPE[q.dtype])
 
     serving = replace(BACKENDS["flex"], limits=lambda q, call: "", here=lambda q, call: "")
     with patch.object(flex, "attend", attend), patch.dict(BACKENDS, {"flex": serving}):

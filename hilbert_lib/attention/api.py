@@ -6,13 +6,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention import operators
-from hilbert_lib.attention.autograd import needs_gradient
+from hilbert_lib.attention import known_calls, operators
+from hilbert_lib.attention.autograd import needs_gradient, served_by, unwatched_forward
 from hilbert_lib.attention.choice import is_undone, serving
-from hilbert_lib.attention.failures import first_that_compiles
-from hilbert_lib.attention.request import Tensors
-from hilbert_lib.attention.validation import validated
+from hilbert_lib.attention.failures import KernelError, first_that_compiles
+from hilbert_lib.attention.known_calls import KnownCall
+from hilbert_lib.attention.request import Request, Tensors, without_tensors
+from hilbert_lib.attention.validation import as_pattern, validated
 from hilbert_lib.checks import suggesting, unscripted
+from hilbert_lib.internals import is_watched
 from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
@@ -167,7 +169,8 @@ def dilated_attention(
         q,
         k,
         v,
-        check_dilated(pattern),
+        pattern,
+        door=check_dilated,
         is_causal=is_causal,
         scale=scale,
         dropout_p=dropout_p,
@@ -235,7 +238,8 @@ def neighbourhood_attention(
         q,
         k,
         v,
-        check_neighbourhood(neighbourhood),
+        neighbourhood,
+        door=check_neighbourhood,
         ordering=ordering,
         scale=scale,
         extra_k=extra_k,
@@ -248,29 +252,85 @@ def neighbourhood_attention(
 
 
 def computed(
-    q, k, v, pattern, *, backend="auto", return_lse=False, kv_ordering=None, **options
+    q, k, v, pattern, *, door=as_pattern, backend="auto", return_lse=False, kv_ordering=None, **options
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attend` without a warning, for callers that made the layout of q, k and v themselves."""
+    """`attend` without a warning, for callers that made the layout of q, k and v themselves.
+
+    door: what makes a pattern of the argument, or refuses it.
+    """
+    form = None
+    if not torch.compiler.is_compiling() and not is_watched((q, k, v, *options.values())):
+        others = {**options, "kv_ordering": kv_ordering, "return_lse": return_lse}
+        form = known_calls.form_of((q, k, v), pattern, door, backend, others)
+        if known := known_calls.known(form):
+            try:
+                out, lse = _computed_again(known, Tensors(q, k, v), kv_ordering, **options)
+                return (out, lse) if return_lse else out
+            except KernelError:
+                pass  # as tensors lie in memory now, it does not compile: what follows passes it over, or says so
     given, request = validated(
-        q, k, v, pattern, backend=backend, return_lse=return_lse, kv_ordering=kv_ordering, **options
+        q, k, v, door(pattern), backend=backend, return_lse=return_lse, kv_ordering=kv_ordering, **options
     )
-    q, k, v, *extra = given
-    if request.dropout_p > 0.0:
-        request = replace(request, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
+    request = _with_seed(request, given.q)
 
     def choose() -> str:
-        return serving(q, request, backend, gradient=needs_gradient(*given))
+        return serving(given.q, request, backend, gradient=needs_gradient(*given))
 
     def run(chosen: str) -> tuple[Tensor, Tensor]:
-        if kv_ordering is None:
-            return operators.forward(given, request, chosen)
-        if is_undone(backend, chosen, q.device, request, q.shape[1]):
-            in_order = Tensors(q, in_sequence(k, kv_ordering), in_sequence(v, kv_ordering), *extra)
-            return operators.forward(in_order, request, chosen)
-        return operators.forward(given, replace(request, inverse=kv_ordering.slots(k.device)), chosen)
+        q = given.q
+        undone = kv_ordering is not None and is_undone(backend, chosen, q.device, request, q.shape[1])
+        some, own = _as_stored(given, request, kv_ordering, undone)
+        results = operators.forward(some, own, chosen)
+        if form is not None:
+            served = served_by(chosen, request.pattern, q)
+            call = KnownCall(without_tensors(request), served, undone, takes_extra=given.extra_k is not None)
+            known_calls.remember(form, call)
+        return results
 
     out, lse = first_that_compiles(choose, run, backend, level=4)
     return (out, lse) if return_lse else out
+
+
+def _computed_again(
+    known: KnownCall,
+    given: Tensors,
+    kv_ordering: Ordering | None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None,
+    extra_padding_mask: Tensor | None = None,
+    **_checked: object,
+) -> tuple[Tensor, Tensor]:
+    # Output and lse of a call whose form is known: all that is taken from it are its tensors.
+    q, k, v, *_ = given
+    if known.takes_extra:
+        if extra_k is None:
+            extra_k = extra_v = k.new_empty(k.shape[0], 0, *k.shape[2:])
+        given = Tensors(q, k, v, extra_k, extra_v)
+    masks = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens, "extra_padding_mask": extra_padding_mask}
+    masks = {name: x for name, x in masks.items() if x is not None}
+    request = _with_seed(replace(known.request, **masks) if masks else known.request, q)
+    some, request = _as_stored(given, request, kv_ordering, known.is_undone)
+    return unwatched_forward(some, request, known.served, operators.dispatched_backward)
+
+
+def _with_seed(request: Request, q: Tensor) -> Request:
+    if request.dropout_p == 0.0:
+        return request
+    return replace(request, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
+
+
+def _as_stored(
+    given: Tensors, request: Request, kv_ordering: Ordering | None, is_undone: bool
+) -> tuple[Tensors, Request]:
+    # k and v in sequence order, or the request with the table by which they are read.
+    if kv_ordering is None:
+        return given, request
+    q, k, v, *extra = given
+    if is_undone:
+        return Tensors(q, in_sequence(k, kv_ordering), in_sequence(v, kv_ordering), *extra), request
+    return given, replace(request, inverse=kv_ordering.slots(k.device))
 
 
 def check_neighbourhood(neighbourhood: object) -> Neighbourhood | HeadNeighbourhoods:

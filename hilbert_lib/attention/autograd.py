@@ -17,7 +17,7 @@ from hilbert_lib.attention import failures
 from hilbert_lib.attention.backends.backend import Backward, Forward
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import documents
-from hilbert_lib.attention.request import GridPart, Request, Tensors, tensors_of, with_tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors, tensors_of, with_tensors
 from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.internals import is_below_autograd, is_watched
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -259,12 +259,12 @@ def _without_autocast(device: torch.device) -> AbstractContextManager:
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
     """Output and lse without values."""
     batch, queries, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(batch, heads, queries, dtype=working_dtype(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(batch, heads, queries, dtype=WORKING_DTYPE[q.dtype])
 
 
 def empty_gradients(dout: Tensor, given: tuple, part: GridPart | list[int] | None) -> tuple[Tensor, ...]:
     """Gradients without values. part: as a request has it, or as numbers of which the last says the same."""
     grads = [dout.new_empty(0 if x is None else x.shape) for x in given]
     if part and part[-1]:
-        grads[1:3] = [x.to(working_dtype(x.dtype)) for x in grads[1:3]]
+        grads[1:3] = [x.to(WORKING_DTYPE[x.dtype]) for x in grads[1:3]]
     return tuple(grads)

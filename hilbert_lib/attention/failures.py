@@ -11,6 +11,7 @@ from hilbert_lib.machine import installed_version
 
 # What a backend answered for tensors of one dtype and head_dim, by function, backend, dtype and head_dim.
 _failed: dict[tuple, str] = {}
+changes = 0  # how often that changed
 
 
 class KernelError(RuntimeError):
@@ -50,6 +51,7 @@ def importing(module: str) -> Iterator[None]:
 def remember(error: KernelError, function: str, backend: str, q: Tensor) -> None:
     """Keep for `failure` that a kernel of a backend did not compile for tensors like q, or dout."""
     _failed[function, backend, q.dtype, q.shape[-1]] = str(error)
+    _count_change()
 
 
 def first_that_compiles(
@@ -73,3 +75,9 @@ def first_that_compiles(
 def forget() -> None:
     """Forget what was remembered, for who installs what failed anew."""
     _failed.clear()
+    _count_change()
+
+
+def _count_change() -> None:
+    global changes
+    changes += 1

@@ -101,14 +101,19 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
     return path
 
 
+def changed_at() -> tuple[Path, int]:
+    """The folder, and when a measurement in it changed last, in ns: another process may have measured."""
+    place = folder()
+    try:
+        return place, os.stat(place).st_mtime_ns
+    except OSError:
+        return place, 0
+
+
 @compile_time_constant
 def remembered_rules(device: torch.device, dtype: torch.dtype) -> tuple[tuple[ShapeClass, Rule], ...]:
     """What was measured on this machine with this software; other files are ignored with a warning."""
-    place = folder()
-    try:
-        changed = os.stat(place).st_mtime_ns  # another process may have measured
-    except OSError:
-        changed = 0
+    place, changed = changed_at()
     kind = device_name(device), str(dtype).removeprefix("torch.")
     return tuple(each for each in _rules_in(place, changed) if (each[0].device, each[0].dtype) == kind)
 

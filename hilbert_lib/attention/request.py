@@ -12,6 +12,10 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
 
+# The dtype in which softmax, merges and sums are done.
+WORKING_DTYPE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
+WORKING_DTYPE[torch.float64] = torch.float64
+
 
 class Tensors(NamedTuple):
     """The tensors with gradients."""
@@ -100,6 +104,11 @@ def with_tensors(request: Request, tensors: tuple[Tensor | None, ...]) -> Reques
     return replace(request, **dict(zip(TENSORS, tensors, strict=True)))
 
 
+def without_tensors(request: Request) -> Request:
+    """The request with None in their places."""
+    return replace(request, **dict.fromkeys(TENSORS))
+
+
 _options = attrgetter(*(each.name for each in fields(Request) if each.type != Tensor | None))
 
 
@@ -118,8 +127,3 @@ class StridedRows:
     segment_length: int  # rows between two segments
     rate: int  # between two rows of one
     shift: int  # between two heads
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax, merges and sums are done: float64 for float64, otherwise float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import check_documents
-from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, integer, number, positive
 from hilbert_lib.internals import compile_time_constant
@@ -177,7 +177,7 @@ def dtype_in_words(given: Tensor, cast: Tensor) -> str:
 
 def check_scale(scale: object, dtype: torch.dtype = torch.float64) -> float:
     """The argument as a float, if it is above 0 and finite in the working dtype of tensors of a dtype."""
-    return positive("scale", scale, most=LARGEST_SCALES[working_dtype(dtype)])
+    return positive("scale", scale, most=LARGEST_SCALES[WORKING_DTYPE[dtype]])
 
 
 def check_dropout(name: str, share: object) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.dense import CpuFlash, Flash, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.request import Request, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 
 
@@ -39,7 +39,7 @@ class _Torchscale(torch.autograd.Function):
         outs, lses = [], []
         for branch in range(len(call.pattern.branches)):
             out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-            lse = torch.full(q.shape[:3], -torch.inf, dtype=working_dtype(q.dtype), device=q.device)
+            lse = torch.full(q.shape[:3], -torch.inf, dtype=WORKING_DTYPE[q.dtype], device=q.device)
             for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
                 qkv = *rows.gathered(rows.queries, q), *rows.gathered(rows.keys, k, v)
                 part, part_lse = kernel.forward(*qkv, Problem(call.scale, call.is_causal))
@@ -58,7 +58,7 @@ class _Torchscale(torch.autograd.Function):
     def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         call = ctx.call
-        totals = [torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v)]
+        totals = [torch.zeros(x.shape, dtype=WORKING_DTYPE[x.dtype], device=x.device) for x in (q, k, v)]
         for branch in range(len(call.pattern.branches)):
             for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
                 dos, qs, outs, lses = rows.gathered(rows.queries, dout, q, out, lse)

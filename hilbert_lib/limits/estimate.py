@@ -16,7 +16,7 @@ from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import is_undone
 from hilbert_lib.attention.explain import explain_backend
-from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
 from hilbert_lib.internals import dense_operators, dispatch_mode
@@ -151,7 +151,7 @@ def estimate_memory(
     if device.type == "cuda" and not torch.cuda.is_available() and (reason := backends[backend].limits(q, call)):
         raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
-    lse = torch.empty(batch, heads, rows, dtype=working_dtype(dtype), device="meta")
+    lse = torch.empty(batch, heads, rows, dtype=WORKING_DTYPE[dtype], device="meta")
     inputs, outputs = {"q, k, v": q.nbytes + 2 * k.nbytes}, {"out": q.nbytes, "lse": lse.nbytes}
     inputs |= {"extra k, v": 2 * more.nbytes} if extra else {}
     if direction == "backward":

@@ -190,11 +190,11 @@ def test_results_kept_for_one_merge_are_counted(monkeypatch, pattern, batch, kv_
     monkeypatch.setattr(merge, "sum_parts", lambda parts, x: x.clone())
     counted = strided.over_views(Kernel, {4: (32, 32, 0)})["workspace"]
     q, k, lse = torch.randn(batch, 4096, 4, 16), torch.randn(batch, 4096, kv_heads, 16), torch.randn(batch, 4, 4096)
-    run, given, returned = strided.forward, (q, k, k), q.nbytes + lse.nbytes
+    tensors, on_meta = Tensors(q, k, k), Tensors(*(x.to("meta") for x in (q, k, k)))
+    run, given, meta, returned = strided.forward, (tensors,), (on_meta,), q.nbytes + lse.nbytes
     if direction == "backward":
-        run, given, returned = strided.backward, (q, q, k, k, q, lse), q.nbytes + 2 * k.nbytes
-    meta = tuple(x.to("meta") for x in given)
-    meta = (Tensors(*meta),) if direction == "forward" else (meta[0], Tensors(*meta[1:4]), *meta[4:])
+        run, given, returned = strided.backward, (q, tensors, q, lse), q.nbytes + 2 * k.nbytes
+        meta = on_meta.q, on_meta, on_meta.q, lse.to("meta")
     predicted = counted(meta, Request(pattern), direction, torch.device("cuda"), returned)["temporary"] + returned
     measured = measure_peak(lambda: run(*given, Request(pattern), Kernel), "cpu")
     assert predicted == pytest.approx(measured, rel=1e-3)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits, of_sequences
-from hilbert_lib.attention.request import Request, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.internals import buffers_kept, let_run_again
@@ -90,7 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tens
         return_aux=AuxRequest(lse=True),
         kernel_options=FLEX_NARROW if q.is_cuda and q.shape[3] <= 64 and not once else None,
     )
-    lse = more.lse.to(working_dtype(q.dtype)).index_select(2, orders[0].inverse)
+    lse = more.lse.to(WORKING_DTYPE[q.dtype]).index_select(2, orders[0].inverse)
     return Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
 
 

@@ -23,7 +23,7 @@ from hilbert_lib.attention.backends.flex import (
     gradients_of_part,
 )
 from hilbert_lib.attention.grid_parts import padding_of
-from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.internals import flex_tiles_within
 from hilbert_lib.machine import kernel_mode
@@ -74,7 +74,7 @@ def attend(
             # The kernel that torch has for few queries takes no such masks.
             kernel_options=(kernel_options or {"FORCE_USE_FLEX_ATTENTION": True}) if q.is_cuda else None,
         )
-    out, lse = (found[0], found[1].lse.to(working_dtype(q.dtype))) if asked else (found, None)
+    out, lse = (found[0], found[1].lse.to(WORKING_DTYPE[q.dtype])) if asked else (found, None)
     return out.transpose(1, 2).contiguous(), lse
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.request import working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE
 
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
@@ -51,7 +51,7 @@ class Eager:
 
     @staticmethod
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:
-        dtype = working_dtype(q.dtype)
+        dtype = WORKING_DTYPE[q.dtype]
         dout, delta = dout.to(dtype), (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
         probabilities = Eager._probabilities(Eager._scores(q, k, problem), lse, problem)
         dprobabilities = dout @ v.to(dtype).transpose(-1, -2)
@@ -63,7 +63,7 @@ class Eager:
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, problem: Problem) -> Tensor:
-        dtype = working_dtype(q.dtype)
+        dtype = WORKING_DTYPE[q.dtype]
         scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * problem.scale
         if problem.is_causal:
             ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.dropout import name_table, named, of_branches
 from hilbert_lib.attention.merge import merge
-from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 
@@ -68,7 +68,7 @@ def merge_patterns(results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype)
     """Output, in a dtype, and lse over the keys of all patterns, from those over each."""
     merged, lse = None, None
     for out, part_lse in results:
-        part_out = out.to(working_dtype(dtype)).transpose(1, 2)  # (batch, heads, queries, head_dim), as lse lies
+        part_out = out.to(WORKING_DTYPE[dtype]).transpose(1, 2)  # (batch, heads, queries, head_dim), as lse lies
         merged, lse = (part_out, part_lse) if merged is None else merge(merged, lse, part_out, part_lse)
     return merged.transpose(1, 2).to(dtype).contiguous(), lse
 
@@ -83,7 +83,7 @@ def add_patterns(gradients: Iterable[Tensors], given: Tensors, in_float: tuple[i
         for n, grad in enumerate(grads):
             # Only the first pattern has extra keys, and none where not all patterns take them.
             if grad is not None and given[n] is not None and grad.shape == given[n].shape:
-                grad = grad.to(working_dtype(grad.dtype))
+                grad = grad.to(WORKING_DTYPE[grad.dtype])
                 sums[n] = grad if sums[n] is None else sums[n] + grad
     return Tensors(*(x if x is None or n in in_float else x.to(given[n].dtype) for n, x in enumerate(sums)))
 
@@ -142,6 +142,6 @@ def _workspace(
             return None
         largest = max(largest, sum(own.values()))
     tensors = given[0] if direction == "forward" else given[1]
-    wide = working_dtype(tensors.q.dtype).itemsize
+    wide = WORKING_DTYPE[tensors.q.dtype].itemsize
     count = tensors.q.numel() if direction == "forward" else sum(x.numel() for x in tensors if x is not None)
     return {"of a part": largest, "merged, float32": 3 * wide * count}

@@ -9,7 +9,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.grid_parts import as_returned, cells_of, padding_of
-from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.patterns.pattern import Pattern
 
 SCORES_AT_ONCE = 2**22  # of "eager", which takes some rows of q at a time; of all query heads of a KV head
@@ -56,7 +56,7 @@ def _some_rows(given: Tensors) -> list[slice]:
 
 def _forward(given: Tensors, request: Request, chunks: list[slice]) -> tuple[Tensor, Tensor]:
     q = given.q
-    out = torch.zeros(q.shape, dtype=working_dtype(q.dtype), device=q.device)
+    out = torch.zeros(q.shape, dtype=WORKING_DTYPE[q.dtype], device=q.device)
     lse = out.new_zeros(q.shape[0], q.shape[2], q.shape[1])
     for rows in chunks:
         for head in _heads(given, request, rows):
@@ -73,7 +73,7 @@ def _forward(given: Tensors, request: Request, chunks: list[slice]) -> tuple[Ten
 
 
 def _backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, chunks: list[slice]) -> Tensors:
-    dtype = working_dtype(dout.dtype)
+    dtype = WORKING_DTYPE[dout.dtype]
     grads = Tensors(*(None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in given))
     keys = given.k.shape[1]
     for rows in chunks:
@@ -99,7 +99,7 @@ def _backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: R
 
 def _heads(given: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
     # Every KV head, with some rows of q.
-    pattern, dtype = request.pattern, working_dtype(given.q.dtype)
+    pattern, dtype = request.pattern, WORKING_DTYPE[given.q.dtype]
     batch, _, heads, _ = given.q.shape
     kv_heads = given.k.shape[2]
     group = heads // kv_heads

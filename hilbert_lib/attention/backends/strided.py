@@ -9,22 +9,23 @@ segments are folded into one where the strides allow it; otherwise the shorter o
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, of_sequences
+from hilbert_lib.attention.backends.backend import MOST_SEQUENCES
 from hilbert_lib.attention.backends.kernel import Eager, Kernel, Problem
 from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.merge import merge
-from hilbert_lib.attention.request import Request, StridedRows, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, StridedRows, Tensors
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.patterns.dilated import rows_in_segment
+from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def forward(given: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
+    q, k, v, *_ = given
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
 
@@ -33,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Request, kernel: Kernel) -> t
             out, lse = kernel.forward(*step.queries, *step.keys, step.problem)
             parts.append(step.query_part(out.to(q.dtype), lse))
         return merge_parts(parts, q)
-    dtype = working_dtype(q.dtype)
+    dtype = WORKING_DTYPE[q.dtype]
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
     for step in steps(call, [q, out, lse], [k, v]):
@@ -45,9 +46,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Request, kernel: Kernel) -> t
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request, kernel: Kernel
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, call: Request, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
+    q, k, v, *_ = given
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
     query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
     if _merges_at_once(q, kernel):
@@ -59,7 +61,7 @@ def backward(
             for some, part in zip(parts, (step.query_part(dq), step.key_part(dk), step.key_part(dv)), strict=True):
                 some.append(part)
         return tuple(sum_parts(some, x) for some, x in zip(parts, (q, k, v), strict=True))
-    dq, dk, dv = (torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=WORKING_DTYPE[x.dtype], device=x.device) for x in (q, k, v))
     for step in steps(call, [*query_side, dq], [k, v, dk, dv]):
         for total, part in zip((step.queries[4], *step.keys[2:]), _gradients(kernel, step), strict=True):
             total += part
@@ -113,15 +115,18 @@ class _Block:
         return starts + first + torch.arange(rows, device=device) * self.rate
 
 
-def _blocks(call: Request, queries: int, keys: int, kv_heads: int) -> Iterator[_Block]:
-    first, end = call.first_query, call.first_query + queries
-    is_masked = call.dropout_p > 0.0 or call.key_padding_mask is not None
-    for branch, (w, r) in enumerate(call.pattern.branches):
+@lru_cache(maxsize=256)
+def _blocks(
+    pattern: DilatedPattern, first: int, queries: int, keys: int, kv_heads: int, is_masked: bool
+) -> tuple[_Block, ...]:
+    # first: position of the first query.
+    blocks, end = [], first + queries
+    for branch, (w, r) in enumerate(pattern.branches):
         # Whole segments with all their queries share blocks, of as many as kernels take; a cut segment is one block.
         whole = range(-(-first // w), max(-(-first // w), end // w))
         cut = {segment for segment in (first // w, (end - 1) // w) if segment not in whole}
         runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
-        groups = call.pattern.offset_heads(branch, kv_heads)
+        groups = pattern.offset_heads(branch, kv_heads)
         for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
             start, rows = segment * w, {}
             for offset in groups:  # rows of its keys, of the positions before the first query, of its queries
@@ -130,7 +135,8 @@ def _blocks(call: Request, queries: int, keys: int, kv_heads: int) -> Iterator[_
             for heads, offset, shift in _views(groups, kv_heads, rows, is_masked):
                 key_rows, before, query_rows = rows[offset]
                 at = offset + before * r
-                yield _Block(branch, w, r, heads, shift, segments, start, at, query_rows, offset, key_rows)
+                blocks.append(_Block(branch, w, r, heads, shift, segments, start, at, query_rows, offset, key_rows))
+    return tuple(blocks)
 
 
 def _views(
@@ -203,8 +209,10 @@ def steps(call: Request, query_side: list[Tensor], key_side: list[Tensor]) -> It
     _, keys, kv_heads, _ = key_side[0].shape
     group = heads // kv_heads
     members = [x.unflatten(2, (kv_heads, group)) for x in query_side]
-    for block in _blocks(call, queries, keys, kv_heads):
-        start = block.start - call.first_query
+    first = call.query_start or 0
+    is_masked = call.dropout_p > 0.0 or call.key_padding_mask is not None
+    for block in _blocks(call.pattern, first, queries, keys, kv_heads, is_masked):
+        start = block.start - first
         causal_shift = (block.first_query - block.first_key) // block.rate
         key_views = [block.view(x, block.start, block.first_key, block.keys) for x in key_side]
         for member in range(group):
@@ -254,7 +262,7 @@ def _masks(call: Request, block: _Block, batch: int, heads: range, q: Tensor) ->
             branch=block.branch,
             queries=query[:, None, :, None],
             keys=key[:, None, None, :],
-        ).to(working_dtype(q.dtype)) / (1.0 - call.dropout_p)
+        ).to(WORKING_DTYPE[q.dtype]) / (1.0 - call.dropout_p)
     return allowed, kept
 
 
@@ -270,7 +278,7 @@ def over_views(
             Its forward takes nothing. Without sizes the workspace is found by running it on meta tensors.
     """
     kernels = (kernel, on_cuda or kernel)
-    pairs = [of_sequences(partial(forward, kernel=one), partial(backward, kernel=one)) for one in kernels]
+    pairs = [(partial(forward, kernel=one), partial(backward, kernel=one)) for one in kernels]
     workspace = partial(_workspace, sizes=sizes) if sizes else None
     return {"functions": lambda device: pairs[device.type == "cuda"], "workspace": workspace}
 

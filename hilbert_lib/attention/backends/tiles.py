@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import SPREADS, Backend
 from hilbert_lib.attention.grid_parts import as_returned, joined, slots_of
-from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.blocks import AxisTiles, axis_tiles
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
@@ -37,7 +37,7 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     batch, seq, heads, head_dim = given.q.shape
     out = given.q.new_zeros(batch, seq + 1, heads, head_dim)
-    lse = given.q.new_zeros(batch, seq + 1, heads, dtype=working_dtype(given.q.dtype))
+    lse = given.q.new_zeros(batch, seq + 1, heads, dtype=WORKING_DTYPE[given.q.dtype])
     for near, own in request.heads_by_window.items():
         some, which = _of_heads(given, own)
         outs, lses = out[:, :, which], lse[:, :, which]
@@ -53,7 +53,7 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse."""
-    dtype = working_dtype(dout.dtype)
+    dtype = WORKING_DTYPE[dout.dtype]
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     rows = Tensors(*(x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=dtype) for x in given))
     for near, own in request.heads_by_window.items():
@@ -105,7 +105,7 @@ def _by_row(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_Tile]:
-    q, k, v, extra_k, extra_v = (x.to(working_dtype(x.dtype)) for x in given)
+    q, k, v, extra_k, extra_v = (x.to(WORKING_DTYPE[x.dtype]) for x in given)
     gathered = request.slots is not None
     axes, q_sides, k_sides = _axes(near, request.part, gathered, q.device)
     rows, keys = (prod(axis[side].shape[1] for axis in axes) for side in (0, 1))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.ring.rank import copies
 from hilbert_lib.ring.rank.exchange import Beside, Kept, alive, exchange
 from hilbert_lib.ring.rank.halo_layout import Border, HaloLayout
@@ -47,7 +47,7 @@ def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[
         found = [_border_forward(given, *border, job, received, padding) for border in job.borders]
     kept = {"received": received} if padding is None else {"received": received, "padding": padding}
     if out is None:  # the border is all, or there are no cells
-        none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=working_dtype(q.dtype))
+        none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=WORKING_DTYPE[q.dtype])
         return *(found[0] if found else none), kept
     outs, lses = zip(*found, strict=True) if found else ((), ())
     copies.placed(out, outs, layout, lse, lses)

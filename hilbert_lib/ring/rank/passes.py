@@ -14,7 +14,7 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.dropout import name_table, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
-from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
@@ -205,7 +205,7 @@ def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
     if job.layout.fused is None:
         batch, rows, heads, _ = q.shape
-        return q.new_zeros(q.shape), q.new_full((batch, heads, rows), -torch.inf, dtype=working_dtype(q.dtype))
+        return q.new_zeros(q.shape), q.new_full((batch, heads, rows), -torch.inf, dtype=WORKING_DTYPE[q.dtype])
     k, v, call, name = _fused_call(q, k, v, job)
     return operators.forward(Tensors(q, k, v), call, name)
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_ma
 
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.request import Request, working_dtype
+from hilbert_lib.attention.request import WORKING_DTYPE, Request
 from hilbert_lib.internals import WITHOUT_INTERNALS
 
 
@@ -67,7 +67,7 @@ def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], 
     for queries, keys, is_causal in ((first, first, True), (second, first, False), (second, second, True)):
         call = Request(DilatedPattern((150,), (1,)), is_causal, scale=16**-0.5, is_part=True)
         rows = [x[:, queries].contiguous() for x in (dout, q)]
-        merged = out[:, queries].to(dtype), lse[:, :, queries].to(working_dtype(dtype)).contiguous()
+        merged = out[:, queries].to(dtype), lse[:, :, queries].to(WORKING_DTYPE[dtype]).contiguous()
         some = flex.backward(*rows, k[:, keys].contiguous(), v[:, keys].contiguous(), *merged, call)
         for total, part, at in zip(got, some, (queries, keys, keys), strict=True):
             total[:, at] += part

@@ -16,7 +16,7 @@ from hilbert_lib.attention.backends import packages, strided
 from hilbert_lib.attention.backends.dense import CuDnn, Efficient, Flash, Within32Bits
 from hilbert_lib.attention.backends.kernel import Eager, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.internals import WITHOUT_INTERNALS
 
 
@@ -131,9 +131,9 @@ def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_
     pattern, (*tensors, dout), out, lse, grads = expected(branches, "head", "softmax", torch.float64, shape, is_causal)
     q, k, v = (stored(x, "sliced") for x in tensors)
     call = Request(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5)
-    got, got_lse = strided.forward(q, k, v, call, kernel)
+    got, got_lse = strided.forward(Tensors(q, k, v), call, kernel)
     assert_close((got, got_lse), (out, lse), 1e-12)
-    got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
+    got_grads = strided.backward(dout, Tensors(q, k, v), got, got_lse, call, kernel)
     assert_close(got_grads, grads, 1e-11)
 
 
@@ -151,10 +151,10 @@ def test_a_warning_of_its_own_argument_is_not_shown_and_others_are(kernel, monke
     packages._without_its_warning.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        strided.forward(q, k, v, Request(DilatedPattern((8, 16), (1, 2))), kernel)
+        strided.forward(Tensors(q, k, v), Request(DilatedPattern((8, 16), (1, 2))), kernel)
         said.append("another")
         with pytest.raises(UserWarning, match="another"):
-            strided.forward(q, k, v, Request(DilatedPattern((8, 16), (1, 2))), kernel)
+            strided.forward(Tensors(q, k, v), Request(DilatedPattern((8, 16), (1, 2))), kernel)
     packages._without_its_warning.cache_clear()
 
 
@@ -165,7 +165,7 @@ def test_the_adapter_of_a_package_hands_on_views_without_a_copy(kernel, monkeypa
     seen = []
     products = dense
     monkeypatch.setattr(sys.modules[__name__], "dense", lambda *x: seen.append(x[:3]) or products(*x))
-    strided.forward(q, k, v, Request(DilatedPattern((8, 16), (1, 2))), kernel)
+    strided.forward(Tensors(q, k, v), Request(DilatedPattern((8, 16), (1, 2))), kernel)
     assert seen
     assert all(x.untyped_storage().data_ptr() in storages for views in seen for x in views)
 
@@ -198,8 +198,8 @@ def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeyp
     call = Request(pattern, is_causal=True, scale=tensors[0].shape[3] ** -0.5)
     for of_inputs, of_dout in itertools.product(LAYOUTS, LAYOUTS):
         q, k, v = (stored(x, of_inputs) for x in tensors)
-        out, lse = strided.forward(q, k, v, call, CuDnn)
-        got = strided.backward(stored(dout, of_dout), q, k, v, out, lse, call, CuDnn)
+        out, lse = strided.forward(Tensors(q, k, v), call, CuDnn)
+        got = strided.backward(stored(dout, of_dout), Tensors(q, k, v), out, lse, call, CuDnn)
         assert_close(got, grads, 1e-11)
 
 
@@ -237,10 +237,10 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
 
     q, k, v = (stored(x, layout) for x in tensors)
     call, kernel = Request(pattern, is_causal=True, scale=q.shape[3] ** -0.5), Within32Bits(Short)
-    got, got_lse = strided.forward(q, k, v, call, kernel)
+    got, got_lse = strided.forward(Tensors(q, k, v), call, kernel)
     assert_close((got, got_lse), (out, lse), 1e-12)
     for of_dout in LAYOUTS:
-        got_grads = strided.backward(stored(dout, of_dout), q, k, v, got, got_lse, call, kernel)
+        got_grads = strided.backward(stored(dout, of_dout), Tensors(q, k, v), got, got_lse, call, kernel)
         assert_close(got_grads, grads, 1e-11)
 
 
@@ -248,8 +248,7 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
 @pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.XFORMERS)])
 def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
     for function in BACKENDS[name].functions(torch.device("cuda")):
-        (of_sequences,) = [each.cell_contents for each in function.__closure__]
-        assert of_sequences.keywords["kernel"] == Within32Bits(kernel)
+        assert function.keywords["kernel"] == Within32Bits(kernel)
 
 
 @pytest.mark.parametrize(("rows", "head_dim", "at_once"), [(257, 65, False), (256, 64, True)])
@@ -310,7 +309,7 @@ def test_padding_is_never_written_out_for_every_query(batch, heads, segment_leng
     for mask in (None, padding):
         call = Request(DilatedPattern((segment_length,), (1,)), scale=0.3, key_padding_mask=mask)
         with Masks() as counted:
-            out, lse = strided.forward(q, k, v, call, Eager)
-            strided.backward(dout, q, k, v, out, lse, call, Eager)
+            out, lse = strided.forward(Tensors(q, k, v), call, Eager)
+            strided.backward(dout, Tensors(q, k, v), out, lse, call, Eager)
         masks.append(counted.bytes)
     assert masks[1] - masks[0] < batch * heads * 64 * segment_length / 2, "a mask of every pair"

@@ -1,0 +1,90 @@
+"""Calls that were validated, and what was decided for them: a later call of the same form is looked up.
+
+    form of a call   all that its validation and the choice of a backend hang on, as a key: `form_of`
+    known call       its request without tensors, and the backend that served: `KnownCall`
+
+A form holds shapes, dtypes and devices of tensors, and never a tensor. Calls under autocast, and those with an argument
+of a type that is not listed here, have no form: they are validated each time.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention import failures
+from hilbert_lib.attention.autograd import Served
+from hilbert_lib.attention.measured_rules import changed_at
+from hilbert_lib.attention.request import Request
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.pattern import Pattern
+
+MOST = 1024  # forms; all are forgotten where there are more
+_PLAIN = {type(None), bool, int, float, str}
+_TENSORS = {Tensor, torch.nn.Parameter}
+
+Form = tuple
+
+
+class KnownCall(NamedTuple):
+    """What was decided for a form of call."""
+
+    request: Request  # without tensors
+    served: Served  # the backend
+    is_undone: bool  # whether k and v are put in sequence order first
+    takes_extra: bool  # whether the pattern's kind has extra keys, be they none
+
+
+_known: dict[Form, KnownCall] = {}
+
+
+def form_of(tensors: tuple[Tensor, ...], pattern: Pattern, door: Callable, backend: str, options: dict) -> Form | None:
+    """The form of a call, or None where it has none.
+
+    tensors: q, k and v. door: what the pattern's kind is checked by. options: all other arguments.
+    """
+    if any(type(x) not in _TENSORS for x in tensors) or torch.is_autocast_enabled(tensors[0].device.type):
+        return None
+    form = [pattern, door, backend, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
+    for x in tensors:
+        form += x.shape, x.dtype, x.device, x.requires_grad
+    for name, value in options.items():
+        kind = type(value)
+        form += name, kind
+        if kind in _PLAIN:
+            form.append(value)
+        elif kind in _TENSORS:
+            form += value.shape, value.dtype, value.device, value.requires_grad
+        elif kind is Ordering and value.table is None:
+            form.append(value)
+        else:
+            return None
+    if backend == "auto":
+        form += failures.changes, changed_at()
+    return tuple(form)
+
+
+def known(form: Form | None) -> KnownCall | None:
+    """What was decided for calls of this form, or None."""
+    try:
+        return _known.get(form)
+    except TypeError:  # a pattern, or a list of them, that has no hash
+        return None
+
+
+def remember(form: Form | None, call: KnownCall) -> None:
+    """Keep what was decided for calls of a form."""
+    if form is None:
+        return
+    if len(_known) >= MOST:
+        _known.clear()
+    try:
+        _known[form] = call
+    except TypeError:
+        return
+
+
+def forget() -> None:
+    """Forget every call: what a choice hangs on has changed, beside what a form holds."""
+    _known.clear()

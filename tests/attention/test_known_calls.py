@@ -1,0 +1,177 @@
+"""A later call of a known form is computed as the first was, and whatever a call hangs on makes another form."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, dilated_attention
+from hilbert_lib.attention import api, failures, known_calls, measured_rules
+
+LENGTH = 36
+PATTERN, NEAR = DilatedPattern((9, 36), (1, 2)), Neighbourhood((6, 6), 3)
+HILBERT = Ordering.from_curve("hilbert", LENGTH)
+
+
+def drawn(seed: int, queries: int = LENGTH, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(1, n, 2, 8, generator=generator, dtype=dtype).requires_grad_() for n in (queries, LENGTH, LENGTH)
+    ]
+
+
+def mask(seed: int, length: int = LENGTH) -> torch.Tensor:
+    return torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) > 0.7
+
+
+# The options of a call, made anew for each seed: the values of a mask are no part of a form.
+CALLS = {
+    "sequence": (PATTERN, lambda seed: {}),
+    "causal": (PATTERN, lambda seed: {"is_causal": True, "scale": 0.3}),
+    "keys of zeros": (DilatedPattern((9, 36), (2, 5), padding="zeros"), lambda seed: {}),
+    "mask": (PATTERN, lambda seed: {"key_padding_mask": mask(seed)}),
+    "dropout": (PATTERN, lambda seed: {"dropout_p": 0.4}),
+    "order that is undone": (PATTERN, lambda seed: {"kv_ordering": HILBERT, "backend": "sdpa"}),
+    "order that is read": (PATTERN, lambda seed: {"kv_ordering": HILBERT, "backend": "reference"}),
+    "a decoder's step": (PATTERN, lambda seed: {"query_start": 20, "is_causal": True}),
+    "documents": (PATTERN, lambda seed: {"cu_seqlens": torch.tensor([0, 11 + seed, LENGTH], dtype=torch.int32)}),
+    "grid": (NEAR, lambda seed: {}),
+    "grid along a curve": (NEAR, lambda seed: {"ordering": HILBERT, "key_padding_mask": mask(seed)}),
+    "extra keys": (NEAR, lambda seed: dict(zip(("extra_k", "extra_v"), drawn(seed + 9)[1:], strict=True))),
+    "union": (Union((NEAR, Neighbourhood((6, 6), 3, dilation=2))), lambda seed: {}),
+}
+
+
+def computed(name: str, seed: int) -> list[torch.Tensor]:
+    """Output, lse and all gradients."""
+    pattern, options_of = CALLS[name]
+    options = options_of(seed)
+    tensors = drawn(seed, queries=5 if name == "a decoder's step" else LENGTH)
+    torch.manual_seed(seed)
+    out, lse = attend(*tensors, pattern, return_lse=True, **options)
+    leaves = [*tensors, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+    return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_known_call_computes_what_a_first_one_does(monkeypatch, name):
+    expected = computed(name, seed=2)
+    known_calls.forget()
+    computed(name, seed=1)
+    monkeypatch.setattr(api, "validated", lambda *_args, **_options: pytest.fail("the call was not known"))
+    for x, y in zip(computed(name, seed=2), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def plain(pattern=PATTERN, change=nullcontext, tensors=None, attend=dilated_attention, **options):
+    with change():
+        return attend(*(drawn(0) if tensors is None else tensors), pattern, **options)
+
+
+def measured(order):
+    """Keep a measured order of backends for `plain()`: "auto" takes the first."""
+    shape = measured_rules.ShapeClass("cpu", "float32", LENGTH, 2, 8, False, True, PATTERN)
+    measured_rules.remember(shape, order, dict.fromkeys(order, 1.0))
+
+
+CHANGES = {
+    "shape": lambda: plain(tensors=[x[:, :, :1] for x in drawn(0)]),
+    "dtype": lambda: plain(tensors=drawn(0, dtype=torch.float64)),
+    "gradient": lambda: plain(tensors=[x.detach() for x in drawn(0)]),
+    "grad mode": lambda: plain(change=torch.no_grad),
+    "inference": lambda: plain(change=torch.inference_mode),
+    "autocast": lambda: plain(change=lambda: torch.autocast("cpu", torch.bfloat16)),
+    "pattern": lambda: plain(DilatedPattern((9, 36), (1, 3))),
+    "backend": lambda: plain(backend="eager"),
+    "scale": lambda: plain(scale=0.25),
+    "causal": lambda: plain(is_causal=True),
+    "mask": lambda: plain(key_padding_mask=mask(0)),
+    "door": lambda: plain(attend=attend),
+    "compile": lambda: plain(attend=torch.compile(dilated_attention, backend="eager")),
+}
+
+
+@pytest.fixture
+def validations(monkeypatch):
+    """The calls that are validated."""
+    calls, original = [], api.validated
+    monkeypatch.setattr(api, "validated", lambda *args, **options: calls.append(options) or original(*args, **options))
+    return calls
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_a_call_hangs_on_makes_another_form(validations, change, compiled_code_is_forgotten):
+    plain()
+    plain()
+    assert len(validations) == 1
+    CHANGES[change]()
+    assert len(validations) == 2
+
+
+def test_determinism_makes_another_form(validations):
+    plain()
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(validations) == 2
+
+
+def test_a_measurement_is_heeded_by_calls_that_were_known(monkeypatch, tmp_path):
+    monkeypatch.setenv("HILBERT_CACHE", str(tmp_path))
+    served = []
+    original = api.served_by
+    monkeypatch.setattr(api, "served_by", lambda name, *rest: served.append(name) or original(name, *rest))
+    plain()
+    measured(("reference", "eager"))
+    plain()
+    plain()
+    assert served == ["sdpa", "reference"]
+
+
+def test_a_kernel_that_did_not_compile_is_passed_over_by_calls_that_were_known(validations):
+    plain()
+    failures.remember(failures.KernelError("no"), PATTERN.function, "sdpa", drawn(0)[0])
+    plain()
+    failures.forget()
+    assert len(validations) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"is_causal": 0}, TypeError), ({"return_lse": 0}, TypeError), ({"scale": True}, TypeError)]
+)
+def test_what_is_equal_to_a_known_argument_and_no_such_thing_is_refused(options, error):
+    plain(is_causal=False, return_lse=False, scale=1.0)
+    with pytest.raises(error):
+        plain(**{"is_causal": False, "return_lse": False, "scale": 1.0} | options)
+
+
+def test_a_pattern_of_the_other_kind_is_refused_by_a_door_that_does_not_take_it():
+    attend(*drawn(0), NEAR)
+    with pytest.raises(TypeError, match="call neighbourhood_attention, or attend"):
+        dilated_attention(*drawn(0), NEAR)
+
+
+def test_no_tensor_of_a_known_call_is_held():
+    alive = []
+    order = Ordering.from_permutation(torch.randperm(LENGTH))
+    for options in ({"key_padding_mask": mask(0)}, {"ordering": order}):
+        pattern = NEAR if "ordering" in options else PATTERN
+        tensors = drawn(0)
+        out = attend(*tensors, pattern, **options)
+        alive += [weakref.ref(x) for x in (*tensors, out, *options.values()) if isinstance(x, torch.Tensor)]
+    alive.append(weakref.ref(order.table))
+    del tensors, out, options, order
+    gc.collect()
+    assert not [each for each in alive[:-1] if each() is not None]
+
+
+def test_many_different_calls_grow_nothing(monkeypatch):
+    monkeypatch.setattr(known_calls, "MOST", 8)
+    x = [each.detach() for each in drawn(0)]
+    for n in range(1, 30):
+        dilated_attention(*x, PATTERN, scale=n / 8)
+        assert 1 <= len(known_calls._known) <= 8
