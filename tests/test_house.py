@@ -57,6 +57,7 @@ FLOORS = {
             "registration",
             "operators",
             "validation",
+            "known_calls",
             "api",
         ),
         *("torchscale", "modules", "grid_module", "explain"),

@@ -9,6 +9,9 @@ import torch
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, dilated_attention
 from hilbert_lib.attention import api, failures, known_calls, measured_rules
+from hilbert_lib.internals import WITHOUT_INTERNALS
+
+pytestmark = pytest.mark.skipif(WITHOUT_INTERNALS, reason="without private names somebody may watch every call")
 
 LENGTH = 36
 PATTERN, NEAR = DilatedPattern((9, 36), (1, 2)), Neighbourhood((6, 6), 3)
