@@ -63,6 +63,11 @@ def _copy_all(copies: Sequence[Copy], *, is_scatter: bool) -> None:
 
 
 def _copy_some(copies: Sequence[Copy], is_scatter: bool) -> None:
+    tensors = [x for each in copies for x in each]
+    start(lambda: [_start_of_copies(copies, is_scatter)], tensors, copy_kernel, is_scatter)
+
+
+def _start_of_copies(copies: Sequence[Copy], is_scatter: bool) -> Start:
     block_d = power_of_2(max(each.dense.shape[3] for each in copies))
     named, tiles = {"SCATTER": is_scatter, "BLOCK_D": block_d}, 0
     for n in range(SLOTS):
@@ -71,11 +76,9 @@ def _copy_some(copies: Sequence[Copy], is_scatter: bool) -> None:
         names = ("dense", "indexed", "table", "other", "sizes", "HEAD_DIM")
         named |= {f"{name}{n}": x for name, x in zip(names, own, strict=True)}
         if each is not None:
-            _, n_rows, heads, head_dim = each.dense.shape
-            tiles += _tiles(n_rows * heads, block_d if head_dim > 1 else 1)
-    dense, grid = named.pop("dense0"), (tiles, copies[0].dense.shape[0])
-    tensors = tuple(x for each in copies for x in each)
-    start(lambda: [Start(copy_kernel, grid, (dense,), named)], tensors, copy_kernel, is_scatter)
+            _, rows, heads, head_dim = each.dense.shape
+            tiles += _tiles(rows * heads, block_d if head_dim > 1 else 1)
+    return Start(copy_kernel, (tiles, copies[0].dense.shape[0]), (named.pop("dense0"),), named)
 
 
 def _sizes(copy: Copy) -> tuple[int, ...]:
@@ -104,12 +107,19 @@ def sum_rows(
     are added to, none twice; or None where the totals are all rows and have no values yet. Parts and answers are of one
     dtype, that of the sums.
     """
-    total = totals[0]
+    if not (totals[0].shape[1] if at is None else len(at)):
+        return
+    tensors = *totals, at, *(x for part in parts for x in part), *(answers or (None, None))
+    start(lambda: [_start_of_sum(totals, at, parts, answers)], tensors, sum_kernel)
+
+
+def _start_of_sum(
+    totals: tuple[Tensor, Tensor], at: Tensor | None, parts: Sequence[Part], answers: Answers | None
+) -> Start:
+    total, total_v = totals
     batch, rows, heads, head_dim = total.shape
     rows = rows if at is None else len(at)
-    if not rows:
-        return
-    named = {"total_v": totals[1], "places": at, "HEAD_DIM": head_dim, "BLOCK_D": power_of_2(head_dim)}
+    named = {"total_v": total_v, "places": at, "HEAD_DIM": head_dim, "BLOCK_D": power_of_2(head_dim)}
     lengths = [part.k.shape[1] * part.k.shape[2] for part in parts] + [0] * (SLOTS - len(parts))
     for n in range(SLOTS):
         own = parts[n] if n < len(parts) else (None, None, None)
@@ -118,9 +128,7 @@ def sum_rows(
     named |= {"answers": found, "columns": columns, "count": 0 if columns is None else columns.shape[1]}
     named |= {"sizes": (rows * heads, heads, batch, *total.stride()[:3]), "lengths": tuple(lengths)}
     named["like"] = parts[0].k if parts else found
-    tensors = *totals, at, *(x for part in parts for x in part), found, columns
-    grid = (_tiles(rows * heads, named["BLOCK_D"]), batch)
-    start(lambda: [Start(sum_kernel, grid, (total,), named)], tensors, sum_kernel)
+    return Start(sum_kernel, (_tiles(rows * heads, named["BLOCK_D"]), batch), (total,), named)
 
 
 @triton.jit
