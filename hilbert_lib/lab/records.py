@@ -28,7 +28,6 @@ REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a 
 MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
 TIMED = ("measurement", "comparison", "back to back")  # kinds of records that hold times of sides
-VARYING = ("utc", "gpus")  # facts that change within a run: the moment, and the clocks
 
 
 def append_records(records: Sequence[Measurement | Comparison], output_dir: str | Path = "") -> None:
@@ -53,34 +52,34 @@ def append_lines(lines: Sequence[dict], path: Path) -> None:
 
 
 def pack_records(path: Path) -> None:
-    """Replace a file of records by NAME.gz, which holds each environment once. A file without records stays."""
-    if not (records := _read_lines(path)):
+    """Compress a file of records into NAME.gz, with what is there already. A file without records stays."""
+    if not has_records(path) or not (records := read_records(path)):
         return
-    known = []
-    for record in records:
-        if isinstance(facts := record.get("environment"), dict):
-            fixed = {name: value for name, value in facts.items() if name not in VARYING}
-            if fixed not in known:
-                known.append(fixed)
-            record["environment"] = [known.index(fixed), {name: facts[name] for name in VARYING if name in facts}]
-    lines = [json_text(line, separators=(",", ":")) for line in [{"environments": known}, *records]]
-    write_whole(Path(f"{path}{PACKED}"), gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
-    path.unlink()
+    lines = "".join(json_text(record, separators=(",", ":")) + "\n" for record in records)
+    write_whole(Path(f"{path}{PACKED}"), gzip.compress(lines.encode(), mtime=0))
+    path.unlink(missing_ok=True)
 
 
 def read_records(path: str | Path) -> list[dict]:
-    """The records of a results.jsonl, of its NAME.gz and of both, oldest first, each with its whole environment.
+    """The records of a results.jsonl, of its NAME.gz and of both, oldest first.
 
     A line that a killed run left unfinished, or that holds anything else, is skipped with a warning that names it.
     """
+    lines = [line for file in _files(Path(path)) or [Path(path)] for line in _read_lines(file)]
+    return _with_environments(lines)
+
+
+def _with_environments(lines: list[dict]) -> list[dict]:
+    # Older files keep each environment once, in their first line. A record there has [number, what differs].
     environments, records = [], []
-    for record in [line for file in _files(Path(path)) or [Path(path)] for line in _read_lines(file)]:
-        if "environments" in record:
-            environments = record["environments"]
+    for line in lines:
+        if "environments" in line:
+            environments = line["environments"]
             continue
-        if isinstance(facts := record.get("environment"), list):
-            record["environment"] = {**environments[facts[0]], **facts[1]}
-        records.append(record)
+        if isinstance(line.get("environment"), list):
+            number, differing = line["environment"]
+            line["environment"] = {**environments[number], **differing}
+        records.append(line)
     return records
 
 

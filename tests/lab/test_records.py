@@ -1,5 +1,6 @@
 """Records of what was measured, packed and read back; which run speaks for a notebook; runs side by side."""
 
+import gzip
 import json
 import shutil
 import warnings
@@ -77,7 +78,7 @@ def facts(moment, hardware="one"):
     return {"utc": f"2026-11-26T00:00:{moment:02d}", "hardware": hardware, "gpus": [{"name": "a", "clock": moment}]}
 
 
-def test_packed_records_are_equal_and_hold_each_environment_once(tmp_path):
+def test_packed_records_are_plain_lines_of_whole_records(tmp_path):
     path = tmp_path / RESULTS
     lines = [{"name": "a", "environment": facts(n, "one" if n < 40 else "two"), "n": n} for n in range(50)]
     lines.append({"name": "no environment"})
@@ -88,12 +89,37 @@ def test_packed_records_are_equal_and_hold_each_environment_once(tmp_path):
     (packed,) = tmp_path.iterdir()
     assert packed.stat().st_size < size / 5
     assert read_records(path) == read_records(packed) == lines
-    assert records._read_lines(packed)[0] == {"environments": [{"hardware": "one"}, {"hardware": "two"}]}
+    assert [json.loads(line) for line in gzip.decompress(packed.read_bytes()).splitlines()] == lines
     records.append_lines(lines[:1], path)  # measured later
     assert read_records(path) == [*lines, lines[0]]
+    records.pack_records(path)
+    assert read_records(packed) == [*lines, lines[0]]
+    assert not path.exists()
     (tmp_path / "empty.jsonl").write_text("")
     records.pack_records(tmp_path / "empty.jsonl")
     assert (tmp_path / "empty.jsonl").read_text() == ""
+
+
+def test_records_of_older_code_which_number_their_environments_are_read(tmp_path):
+    first, second = {"hardware": "one", "threads": 2}, {"hardware": "two"}
+    lines = [{"environments": [first, second]}]
+    lines += [{"n": n, "environment": [n % 2, {"utc": f"day {n}"}]} for n in range(3)]
+    lines += [{"n": 3}, {"n": 4, "environment": [1, {"hardware": "another"}]}]
+    path = tmp_path / RESULTS
+    packed = tmp_path / f"{RESULTS}.gz"
+    packed.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    records.append_lines([{"n": 5, "environment": second}], path)
+    told = [
+        first | {"utc": "day 0"},
+        second | {"utc": "day 1"},
+        first | {"utc": "day 2"},
+        None,
+        {"hardware": "another"},
+    ]
+    assert [each.get("environment") for each in read_records(path)] == [*told, second]
+    records.pack_records(path)
+    assert b"environments" not in gzip.decompress(packed.read_bytes())
+    assert [each.get("environment") for each in read_records(packed)] == [*told, second]
 
 
 def test_what_this_code_measured_on_this_hardware_is_found_again(tmp_path):
