@@ -333,15 +333,18 @@ def _as_stored(
     return given, replace(request, inverse=kv_ordering.slots(k.device))
 
 
-def check_neighbourhood(neighbourhood: object) -> Neighbourhood | HeadNeighbourhoods:
-    """The argument as a pattern on a grid; TypeError unless it is a Neighbourhood, or a tuple of them."""
+def check_neighbourhood(neighbourhood: object, prefix: str = "") -> Neighbourhood | HeadNeighbourhoods:
+    """The argument as a pattern on a grid; TypeError unless it is a Neighbourhood, or a tuple of them.
+
+    prefix: of the names of other functions, as "ring_".
+    """
     if isinstance(neighbourhood, tuple | list):
         return HeadNeighbourhoods(tuple(neighbourhood))
     if isinstance(neighbourhood, Neighbourhood | HeadNeighbourhoods):
         return neighbourhood
-    hint = ": call attend" if isinstance(neighbourhood, Pattern) else ""
+    hint = f": call {prefix}attend" if isinstance(neighbourhood, Pattern) else ""
     if isinstance(neighbourhood, DilatedPattern):
-        hint = ": call dilated_attention, or attend"
+        hint = f": call {prefix}dilated_attention, or {prefix}attend"
     raise TypeError(
         f"neighbourhood must be a Neighbourhood, or a tuple of one for each KV head; got {neighbourhood!r}{hint}"
     )

@@ -388,11 +388,14 @@ class DilatedPattern(Pattern):
         return "\n".join([rules, *lines])
 
 
-def check_dilated(pattern: object) -> DilatedPattern:
-    """The argument; TypeError unless it is a DilatedPattern."""
+def check_dilated(pattern: object, prefix: str = "") -> DilatedPattern:
+    """The argument; TypeError unless it is a DilatedPattern.
+
+    prefix: of the names of other functions, as "ring_".
+    """
     if not isinstance(pattern, DilatedPattern):
-        hint = ": call attend" if isinstance(pattern, Pattern) else ""
+        hint = f": call {prefix}attend" if isinstance(pattern, Pattern) else ""
         if hint and pattern.noun == "Neighbourhood":
-            hint = ": call neighbourhood_attention, or attend"
+            hint = f": call {prefix}neighbourhood_attention, or {prefix}attend"
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}{hint}")
     return pattern

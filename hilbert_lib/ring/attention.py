@@ -190,7 +190,7 @@ def ring_dilated_attention(
     torch.Size([1, 8, 2, 4])
     >>> dist.destroy_process_group()
     """
-    door = _Door("ring_dilated_attention", SequenceSpread, check_dilated)
+    door = _Door("ring_dilated_attention", SequenceSpread, partial(check_dilated, prefix="ring_"))
     return uncompiled(_attend)(
         door,
         q,
@@ -267,7 +267,7 @@ def ring_neighbourhood_attention(
     torch.Size([1, 6, 1, 2])
     >>> dist.destroy_process_group()
     """
-    door = _Door("ring_neighbourhood_attention", GridSpread, check_neighbourhood)
+    door = _Door("ring_neighbourhood_attention", GridSpread, partial(check_neighbourhood, prefix="ring_"))
     return uncompiled(_attend)(
         door,
         q,
@@ -307,11 +307,11 @@ class _Door(NamedTuple):
     check_pattern: Callable[[object], Pattern]
 
 
-class _Asked(NamedTuple):
+class _CheckedCall(NamedTuple):
     """What one rank asks for, checked."""
 
     function: str
-    given: Tensors
+    tensors: Tensors
     request: Request
     spread: Spread
     backend: str
@@ -327,8 +327,8 @@ def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor
         pattern, spread, options = _spread(door, pattern, options, 1)
         return computed(q, k, v, pattern, **options | spread.for_whole(k))
     check = partial(_checked, door, q, k, v, pattern, options, group, validate)
-    asked, lengths, agreement = _agree(door, check, group, validate)
-    out, lse = _begin_early(asked, lengths, agreement) if agreement else _run(asked, lengths)
+    call, lengths, agreement = _agree(door, check, group, validate)
+    out, lse = _begin_early(call, lengths, agreement) if agreement else _run(call, lengths)
     return (out, lse) if options["return_lse"] else out
 
 
@@ -339,77 +339,77 @@ def _spread(door: _Door, pattern: object, options: dict, ranks: int) -> tuple[Pa
     return pattern, spread, {name: value for name, value in options.items() if name not in DEFAULTS}
 
 
-def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, validate: bool) -> _Asked:
+def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, validate: bool) -> _CheckedCall:
     boolean("validate", validate)
     pattern, spread, options = _spread(door, pattern, options, group.size())
-    given, request = validated(q, k, v, pattern, **options | spread.for_shard(k, group.rank()))
-    if reason := unserved_derivative(door.function, given):
+    tensors, request = validated(q, k, v, pattern, **options | spread.for_shard(k, group.rank()))
+    if reason := unserved_derivative(door.function, tensors):
         raise TypeError(reason)
-    spread.check_backend(given, request, options["backend"], group)
-    return _Asked(door.function, given, request, spread, options["backend"], group)
+    spread.check_backend(tensors, request, options["backend"], group)
+    return _CheckedCall(door.function, tensors, request, spread, options["backend"], group)
 
 
-def _words(asked: _Asked) -> dict[str, str]:
+def _words(call: _CheckedCall) -> dict[str, str]:
     # What all ranks must agree on.
-    given, request = asked.given, asked.request
-    options = {each.name: getattr(request, each.name) for each in fields(request)}
+    tensors, request = call.tensors, call.request
+    options = {field.name: getattr(request, field.name) for field in fields(request)}
     pattern = options.pop("pattern").of_any_heads()
     is_on_grid = isinstance(pattern, Neighbourhood | HeadNeighbourhoods)
     options["neighbourhood" if is_on_grid else "pattern"] = pattern
-    options |= asked.spread.words
-    options["extra_k"] = None if given.extra_k is None else tuple(given.extra_k.shape)
-    options |= {"backend": asked.backend, "requires_grad": needs_gradient(*given)}
-    return in_words(given.q, given.k, options)
+    options |= call.spread.words
+    options["extra_k"] = None if tensors.extra_k is None else tuple(tensors.extra_k.shape)
+    options |= {"backend": call.backend, "requires_grad": needs_gradient(*tensors)}
+    return in_words(tensors.q, tensors.k, options)
 
 
 def _agree(
-    door: _Door, check: Callable[[], _Asked], group: ProcessGroup, validate: bool
-) -> tuple[_Asked, tuple[int, ...], Agreement | None]:
+    door: _Door, check: Callable[[], _CheckedCall], group: ProcessGroup, validate: bool
+) -> tuple[_CheckedCall, tuple[int, ...], Agreement | None]:
     """What this rank asks for, and the lengths of all shards: as the ranks agree, or, with the agreement that is still
     under way, as this rank expects them."""
     agreed, rank = _agreed.get(group), group.rank()
     if not validate and (agreed is not None or not door.spread.lengths_vary):
-        asked = check()
-        return asked, asked.spread.lengths_unvalidated(asked.given, agreed, rank), None
-    asked, refusal, words, rows = None, None, {}, 0
+        call = check()
+        return call, call.spread.lengths_unvalidated(call.tensors, agreed, rank), None
+    call, refusal, words, rows = None, None, {}, 0
     try:
-        asked = check()
-        words, rows = _words(asked), asked.given.q.shape[1]
+        call = check()
+        words, rows = _words(call), call.tensors.q.shape[1]
     except (TypeError, ValueError) as error:
         refusal = error
     agreement = Agreement(words, rows, refusal, group)
-    if asked:
-        lengths = asked.spread.expected_lengths(asked.given, asked.request, agreed, rank)
+    if call:
+        lengths = call.spread.expected_lengths(call.tensors, call.request, agreed, rank)
         if lengths is not None:  # the shard's own attention need not wait for the other ranks
-            return asked, lengths, agreement
+            return call, lengths, agreement
     lengths = agreement.lengths()
-    _remember(asked, lengths)
-    return asked, lengths, None
+    _remember(call, lengths)
+    return call, lengths, None
 
 
-def _remember(asked: _Asked, lengths: tuple[int, ...]) -> None:
-    if asked.spread.lengths_vary:
-        _agreed[asked.group] = lengths
+def _remember(call: _CheckedCall, lengths: tuple[int, ...]) -> None:
+    if call.spread.lengths_vary:
+        _agreed[call.group] = lengths
 
 
-def _begin_early(asked: _Asked, lengths: tuple[int, ...], agreement: Agreement) -> tuple[Tensor, Tensor]:
+def _begin_early(call: _CheckedCall, lengths: tuple[int, ...], agreement: Agreement) -> tuple[Tensor, Tensor]:
     """The call under the lengths that are expected: the shard's own attention begins while the agreement is under way,
     and begins again if it brings other lengths. Nothing is sent before."""
 
     def confirm() -> None:
-        found = agreement.lengths()
-        _remember(asked, found)
-        if found != lengths:
+        lengths_now = agreement.lengths()
+        _remember(call, lengths_now)
+        if lengths_now != lengths:
             raise _OtherLengths
 
     with suppress(_OtherLengths):
         try:
-            return _run(asked, lengths, confirm)
+            return _run(call, lengths, confirm)
         except Exception:
             confirm()  # other ranks may wait for this one's request, which may differ and be why it failed
             raise
     # After the exception is gone, and with it what was computed in vain.
-    return _run(asked, agreement.lengths())
+    return _run(call, agreement.lengths())
 
 
 class _OtherLengths(Exception):
@@ -417,59 +417,59 @@ class _OtherLengths(Exception):
 
 
 def _run(
-    asked: _Asked, lengths: tuple[int, ...], confirm: Callable[[], None] = agreed_already
+    call: _CheckedCall, lengths: tuple[int, ...], confirm: Callable[[], None] = agreed_already
 ) -> tuple[Tensor, Tensor]:
     # Output and lse; `confirm` is called before anything of the exchange is sent.
-    given, request, spread, group = asked.given, asked.request, asked.spread, asked.group
-    if not given.q.shape[0] or not sum(lengths):  # nothing to compute, and nothing to send
+    tensors, request, spread, group = call.tensors, call.request, call.spread, call.group
+    if not tensors.q.shape[0] or not sum(lengths):  # nothing to compute, and nothing to send
         confirm()
-        return operators.forward(given, request, "eager")
+        return operators.forward(tensors, request, "eager")
     if request.dropout_p > 0.0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=given.q.device)
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=tensors.q.device)
         dist.broadcast(seed, group=group, group_src=0)
         request = replace(request, seed=seed)
-    each = list(by_pattern(given, request))
+    parts = list(by_pattern(tensors, request))
     jobs = tuple(
-        spread.job(own, part, (number, len(each)), asked.backend, lengths, group)
-        for number, (own, part) in enumerate(each)
+        spread.job(part_tensors, part, (number, len(parts)), call.backend, lengths, group)
+        for number, (part_tensors, part) in enumerate(parts)
     )
-    call = RankCall(asked.function, request, spread.passes, jobs)
-    return _OnRanks.apply(*given, call, confirm)
+    rank_call = RankCall(call.function, request, spread.passes, jobs)
+    return _OnRanks.apply(*tensors, rank_call, confirm)
 
 
 class _OnRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args) -> tuple[Tensor, Tensor]:
-        *given, call, confirm = args
-        out, lse, kept_of_each = call.forward(Tensors(*given), confirm)
-        kept = [x for kept in kept_of_each for x in kept.values()]
+        *tensors, rank_call, confirm = args
+        out, lse, saved_by_pattern = rank_call.forward(Tensors(*tensors), confirm)
+        rows = [x for saved in saved_by_pattern for x in saved.values()]
         # The masks and the seed too, so that autograd sees it if they are changed before the backward.
-        request = call.request
+        request = rank_call.request
         changing = request.key_padding_mask, request.extra_padding_mask, request.seed
-        ctx.save_for_backward(*given, out, lse, *kept, *changing)
-        ctx.call, ctx.names = call, [tuple(kept) for kept in kept_of_each]
+        ctx.save_for_backward(*tensors, out, lse, *rows, *changing)
+        ctx.rank_call, ctx.names = rank_call, [tuple(saved) for saved in saved_by_pattern]
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # a gradient of lse would be filled with zeros, and dropped
         return out, lse
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if reason := unserved_derivative(ctx.call.function, (dout,)):
+        if reason := unserved_derivative(ctx.rank_call.function, (dout,)):
             raise RuntimeError(reason)
-        saved = iter(ctx.saved_tensors)
-        given = Tensors(*(next(saved) for _ in Tensors._fields))
-        out, lse = next(saved), next(saved)
-        kept_of_each = [{name: next(saved) for name in names} for names in ctx.names]
+        saved_tensors = iter(ctx.saved_tensors)
+        tensors = Tensors(*(next(saved_tensors) for _ in Tensors._fields))
+        out, lse = next(saved_tensors), next(saved_tensors)
+        saved_by_pattern = [{name: next(saved_tensors) for name in names} for names in ctx.names]
         dout = torch.zeros_like(out) if dout is None else dout  # the others need this rank all the same
-        return *_Once.apply(dout, *given, out, lse, kept_of_each, ctx.call), None, None
+        return *_Once.apply(dout, *tensors, out, lse, saved_by_pattern, ctx.rank_call), None, None
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dout: Tensor, *args) -> tuple[Tensor | None, ...]:
-        *given, out, lse, kept_of_each, call = args
-        ctx.function = call.function
-        return tuple(call.backward(dout, Tensors(*given), out, lse, kept_of_each))
+        *tensors, out, lse, saved_by_pattern, rank_call = args
+        ctx.function = rank_call.function
+        return tuple(rank_call.backward(dout, Tensors(*tensors), out, lse, saved_by_pattern))
 
     @staticmethod
     def backward(ctx, *_grads: Tensor) -> None:

@@ -80,9 +80,9 @@ class SequenceSpread:
         has_rows = isinstance(k, Tensor) and not k.is_nested and k.dim() > 1 and k.shape[1]
         return self.kv_ordering.ordering(k.shape[1]) if self.kv_ordering is not None and has_rows else None
 
-    def check_backend(self, given: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
+    def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where a backend that is asked for by name cannot serve the call."""
-        if backend != "auto" and (reason := backends_for(request.pattern)[backend].refusal(given.q, request)):
+        if backend != "auto" and (reason := backends_for(request.pattern)[backend].refusal(tensors.q, request)):
             raise ValueError(f"backend={backend!r} {reason}")
 
     @property
@@ -91,19 +91,19 @@ class SequenceSpread:
         return self.planning | {"kv_ordering": self.kv_ordering}
 
     def expected_lengths(
-        self, given: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
+        self, tensors: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
     ) -> tuple[int, ...] | None:
         """The lengths of all shards that a rank may go by while ranks compare what they ask for; None if it must wait.
 
         Mostly they are as in the last call. A rank waits with dropout, whose seed is sent first, and where it has
         nothing to compute. agreed: the lengths of the last validated call, if there was one.
         """
-        is_as_before = agreed is not None and agreed[rank] == given.q.shape[1]
-        return agreed if is_as_before and given.q.numel() and request.dropout_p == 0.0 else None
+        is_as_before = agreed is not None and agreed[rank] == tensors.q.shape[1]
+        return agreed if is_as_before and tensors.q.numel() and request.dropout_p == 0.0 else None
 
-    def lengths_unvalidated(self, given: Tensors, agreed: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    def lengths_unvalidated(self, tensors: Tensors, agreed: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """The lengths of all shards where ranks compare nothing."""
-        rows = given.q.shape[1]
+        rows = tensors.q.shape[1]
         if agreed[rank] == rows:
             return agreed
         if len(set(agreed)) > 1:  # this rank cannot know how many rows the others have now
@@ -114,15 +114,15 @@ class SequenceSpread:
         return (rows,) * len(agreed)
 
     def job(
-        self, given: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
+        self, tensors: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
         group: ProcessGroup,
     ) -> Job:  # fmt: skip
         """What a rank computes of one pattern."""
-        options = _sizes(given) | self.planning | {"is_causal": request.is_causal}
+        options = _sizes(tensors) | self.planning | {"is_causal": request.is_causal}
         options |= {"padded": request.key_padding_mask is not None, "ordered": self.kv_ordering is not None}
-        asked = request.pattern, lengths, tuple(options.items()), place
-        layout = sequence_layout(*asked, group.rank(), given.q.device)
-        return Job(layout, request, backend, needs_gradient(*given), self.ordering(given.k), ref(group))
+        key = request.pattern, lengths, tuple(options.items()), place
+        layout = sequence_layout(*key, group.rank(), tensors.q.device)
+        return Job(layout, request, backend, needs_gradient(*tensors), self.ordering(tensors.k), ref(group))
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,13 +161,15 @@ class GridSpread:
         """The arguments of `validated` for a rank's cells."""
         return {"ordering": None, "held": (self.shards.count(self.shape, rank), f"rank {rank} in {self.shards}")}
 
-    def check_backend(self, given: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
+    def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where no backend, or not the one that is asked for by name, can serve the call."""
         whole = tuple(map(range, self.shape))
-        _serving(given, replace(request, part=GridPart(whole, whole, whole)), backend)  # refuse what no rank can do
-        if backend != "auto" and given.q.shape[0]:
-            for own, part in by_pattern(given, request):  # this rank's parts alone may be refused: all ranks hear it
-                self.job(own, part, ALONE, backend, (), group)
+        _serving(tensors, replace(request, part=GridPart(whole, whole, whole)), backend)  # refuse what no rank can do
+        if backend != "auto" and tensors.q.shape[0]:
+            for part_tensors, part in by_pattern(
+                tensors, request
+            ):  # this rank's parts alone may be refused: all ranks hear it
+                self.job(part_tensors, part, ALONE, backend, (), group)
 
     @property
     def words(self) -> dict[str, object]:
@@ -175,24 +177,24 @@ class GridSpread:
         return {"shards": self.shards}
 
     def expected_lengths(
-        self, given: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
+        self, tensors: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
     ) -> tuple[int, ...]:
         """How many cells each rank holds, which no rank needs to be told."""
         return _counts(self.shards, self.shape)
 
-    def lengths_unvalidated(self, given: Tensors, agreed: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
+    def lengths_unvalidated(self, tensors: Tensors, agreed: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
         """How many cells each rank holds."""
         return _counts(self.shards, self.shape)
 
     def job(
-        self, given: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
+        self, tensors: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
         group: ProcessGroup,
     ) -> HaloJob:  # fmt: skip
         """What a rank computes of one pattern."""
-        asked = request.neighbourhoods, self.shards, tuple(_sizes(given).items())
-        layout = grid_layout(*asked, group.rank(), given.q.device)
+        key = request.neighbourhoods, self.shards, tuple(_sizes(tensors).items())
+        layout = grid_layout(*key, group.rank(), tensors.q.device)
         parts = (layout.interior, None), *((border.part, border.slots) for border in layout.borders)
-        names = [_serving(given, replace(request, part=part, slots=slots), backend) for part, slots in parts]
+        names = [_serving(tensors, replace(request, part=part, slots=slots), backend) for part, slots in parts]
         return HaloJob(layout, request, names[0], tuple(names[1:]), ref(group))
 
 
@@ -208,11 +210,11 @@ def spread_of(pattern: object) -> type[Spread]:
 def check_served(pattern: object) -> Pattern:
     """The argument as a pattern; TypeError unless a ring serves it."""
     pattern = as_pattern(pattern)
-    for own in pattern.patterns if isinstance(pattern, Union) else (pattern,):
-        if not isinstance(own, DilatedPattern | Neighbourhood | HeadNeighbourhoods):
+    for part in pattern.patterns if isinstance(pattern, Union) else (pattern,):
+        if not isinstance(part, DilatedPattern | Neighbourhood | HeadNeighbourhoods):
             raise TypeError(
                 "pattern must be a DilatedPattern, a Neighbourhood or a Union of these where it is spread over ranks, "
-                f"got {own.noun}"
+                f"got {part.noun}"
             )
     return pattern
 
@@ -224,19 +226,19 @@ def check_spec(spec: object) -> OrderingSpec | None:
     return spec
 
 
-def _serving(given: Tensors, request: Request, backend: str) -> str:
-    return serving(given.q, request, backend, gradient=needs_gradient(*given)) if request.part else ""
+def _serving(tensors: Tensors, request: Request, backend: str) -> str:
+    return serving(tensors.q, request, backend, gradient=needs_gradient(*tensors)) if request.part else ""
 
 
-def _sizes(given: Tensors) -> dict[str, object]:
+def _sizes(tensors: Tensors) -> dict[str, object]:
     # As plans take them.
-    batch, _, heads, head_dim = given.q.shape
+    batch, _, heads, head_dim = tensors.q.shape
     return {
         "batch": batch,
         "heads": heads,
-        "kv_heads": given.k.shape[2],
+        "kv_heads": tensors.k.shape[2],
         "head_dim": head_dim,
-        "dtype": given.q.dtype,
+        "dtype": tensors.q.dtype,
     }
 
 

@@ -92,6 +92,10 @@ def of_any_on_one(pattern=SPREAD, **options):
     ring_attend(X, X, X, pattern, group=dist.new_group([0]), **options)
 
 
+def sequence_of(pattern):
+    ring_dilated_attention(X, X, X, pattern, group=dist.new_group([0]))
+
+
 def on_one(**options):
     call(group=dist.new_group([0]), **options)
 
@@ -114,6 +118,10 @@ TYPES = [
     (lambda: on_grid(order=None), "ring_neighbourhood_attention has no argument 'order'; did you mean 'ordering'"),
     (lambda: grid_module(("window",)), "neighbourhood must be a Neighbourhood"),
     (lambda: grid_module(backend=1), "backend must be a string"),
+    (lambda: on_grid(ONE), "got DilatedPattern.*: call ring_dilated_attention, or ring_attend$"),
+    (lambda: on_grid(NEAR_AND_FAR), "got Union.*: call ring_attend$"),
+    (lambda: sequence_of(NEAR), "got Neighbourhood: call ring_neighbourhood_attention, or ring_attend$"),
+    (lambda: sequence_of(SPREAD), "got Union: call ring_attend$"),
     (lambda: of_any_on_one(Band(3)), "pattern must be a DilatedPattern, a Neighbourhood or a Union of .*, got Band"),
     (lambda: of_any_on_one(Union((SPREAD, Band(3)))), "pattern must be a DilatedPattern, .*, got Band"),
     (lambda: of_any_on_one(3), "pattern must be a DilatedPattern or a Neighbourhood, got int"),

@@ -18,18 +18,18 @@ class Passes(Protocol):
     """What computes a job: `passes` along a sequence, `halo` on a grid."""
 
     @staticmethod
-    def forward(given: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]: ...
+    def forward(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]: ...
 
     @staticmethod
-    def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, job: object, kept: Kept) -> Tensors: ...
+    def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: object, saved: Kept) -> Tensors: ...
 
 
-def by_pattern(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
-    """Each pattern of a call, and what it is given: of a union several."""
+def by_pattern(tensors: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
+    """Each pattern of a call, and the tensors that it is given: of a union several."""
     if isinstance(request.pattern, Union):
-        yield from given_to_patterns(given, request)
+        yield from given_to_patterns(tensors, request)
     else:
-        yield given, request
+        yield tensors, request
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,38 +41,40 @@ class RankCall:
     passes: Passes
     jobs: tuple[Job | HaloJob, ...]  # one for each pattern
 
-    def forward(self, given: Tensors, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, list[Kept]]:
+    def forward(self, tensors: Tensors, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, list[Kept]]:
         """Output, lse, and what the backward of each pattern needs of other ranks.
 
         `confirm` is called before anything is sent.
         """
         if len(self.jobs) == 1:
-            out, lse, kept = self.passes.forward(given, self.jobs[0], confirm)
-            return out, lse, [kept]
-        kept_of_each: list[Kept] = []
+            out, lse, saved = self.passes.forward(tensors, self.jobs[0], confirm)
+            return out, lse, [saved]
+        saved_by_pattern: list[Kept] = []
 
         def results() -> Iterator[tuple[Tensor, Tensor]]:
             before_sending = confirm
-            for (own, _), job in zip(by_pattern(given, self.request), self.jobs, strict=True):
-                out, lse, kept = self.passes.forward(own, job, before_sending)
+            for (part_tensors, _), job in zip(by_pattern(tensors, self.request), self.jobs, strict=True):
+                out, lse, saved = self.passes.forward(part_tensors, job, before_sending)
                 before_sending = agreed_already
-                kept_of_each.append(kept)
+                saved_by_pattern.append(saved)
                 yield out, lse
 
-        out, lse = merge_patterns(results(), given.q.dtype)
-        return out, lse, kept_of_each
+        out, lse = merge_patterns(results(), tensors.q.dtype)
+        return out, lse, saved_by_pattern
 
-    def backward(self, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, kept_of_each: list[Kept]) -> Tensors:
+    def backward(
+        self, dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, saved_by_pattern: list[Kept]
+    ) -> Tensors:
         """Gradients of a rank's tensors, from the gradient of its out, and what `forward` returned."""
         if len(self.jobs) == 1:
-            return self.passes.backward(dout, given, out, lse, self.jobs[0], *kept_of_each)
+            return self.passes.backward(dout, tensors, out, lse, self.jobs[0], *saved_by_pattern)
 
         def gradients() -> Iterator[Tensors]:
-            each = by_pattern(given, self.request)
-            for (own, _), job, kept in zip(each, self.jobs, kept_of_each, strict=True):
-                yield self.passes.backward(dout, own, out, lse, job, kept)
+            parts = by_pattern(tensors, self.request)
+            for (part_tensors, _), job, saved in zip(parts, self.jobs, saved_by_pattern, strict=True):
+                yield self.passes.backward(dout, part_tensors, out, lse, job, saved)
 
-        return add_patterns(gradients(), given)
+        return add_patterns(gradients(), tensors)
 
 
 def agreed_already() -> None:
