@@ -1,9 +1,13 @@
-"""Forward for a few queries against many keys: the keys are split over programs, and the parts merged.
+"""Forward for a few queries against many keys: keys are split over programs, and their parts merged.
 
-A tile of `forward` holds queries of one head and reads all their keys: with one query that is a handful of programs,
+A tile of `forward` holds queries of one head and reads all their keys. With one query that makes a handful of programs,
 and the heads of a group read the same keys again. Here a program takes a chunk of the keys that one KV head sees in one
-branch, for all queries of all heads of the group, so that a key row is read from memory once a branch. Tiles of one
-chunk run side by side and find the keys in the cache.
+branch, for all queries of all heads of the group:
+
+    keys of a branch and KV head   | chunk 0 | chunk 1 | chunk 2 |
+    programs                         part 0    part 1    part 2     -> merge_kernel -> out, lse
+
+So a key row is read from memory once a branch. Tiles of one chunk run at the same time and find its keys in the cache.
 """
 
 import torch
@@ -20,14 +24,14 @@ from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.dilated import DilatedPattern
 
-MOST_ROWS = 64  # query rows of one KV head; beyond, a tile of `forward` is well filled
-TILE_ROWS = {2: 32, 4: 16}  # by bytes of an element, at most; with 64, Triton 3.7 fails to compile for sm_100
-KEYS_PER_ROW = 8  # of a program, at least: the rows' partial results then stay small beside the keys' own bytes
-PROGRAMS = 1024  # wished for: a few for each place that an SM has for one
-TILE_BYTES = 16384  # of k, and of v, at each step of a program
+MOST_ROWS = 64  # query rows of one KV head; with more rows a tile of `forward` is well filled
+TILE_ROWS = {2: 32, 4: 16}  # bytes of an element -> largest tile; with 64, Triton 3.7 fails to compile for sm_100
+KEYS_PER_ROW = 8  # fewest keys of a program for each query row: partial results then stay small beside the keys
+PROGRAMS = 1024  # programs aimed at: a few for each place of an SM
+TILE_BYTES = 16384  # bytes of k, and of v, at each step of a program
 NUM_WARPS, NUM_STAGES = 4, 3
-INDEX_STAGES = 2  # more, where rows are gathered: their indices are loaded that far ahead of them
-MERGED_ELEMENTS = 8192  # of partial outputs, at each step of the merge
+INDEX_STAGES = 2  # additional stages where rows are gathered: indices are loaded that far ahead of the rows
+MERGED_ELEMENTS = 8192  # elements of partial outputs at each step of the merge
 INTERPRETED_BLOCK = 16
 NOT_SPECIALIZED = [*geometry.NOT_SPECIALIZED, "pairs", "units", "tiles", "parts", "stride_pb"]
 
@@ -35,8 +39,8 @@ NOT_SPECIALIZED = [*geometry.NOT_SPECIALIZED, "pairs", "units", "tiles", "parts"
 def serves(q: Tensor, k: Tensor, call: Request) -> bool:
     """Whether this forward suits a call better than `launch.forward`.
 
-    It does where a KV head has few query rows and some branch shows them so many keys that partial results are small.
-    How many programs there are does not count: the keys are read once for all heads of a group in any case.
+    It does where a KV head has few query rows, and some branch has so many keys that partial results are small beside
+    them. The number of programs does not matter: keys are read once for all heads of a group in any case.
 
     >>> q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 4096, 2, 64)
     >>> serves(q, k, Request(DilatedPattern((1024,), (1,)), query_start=4095))
@@ -49,12 +53,12 @@ def serves(q: Tensor, k: Tensor, call: Request) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention, as `launch.forward` gives them; deterministic, no atomics."""
+    """Output and lse of dilated attention, as `launch.forward` returns them; deterministic, without atomics."""
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
     batch, queries, heads, head_dim = q.shape
     kv_heads, first = k.shape[2], call.first_query
-    keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # that any query may see
+    keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # keys that some query may see
     group, rows = heads // kv_heads, queries * heads // kv_heads
     columns = geometry.block_d(head_dim)
     block_n = step_keys(head_dim, k.element_size())
@@ -67,7 +71,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Ten
     partial_lse = torch.empty(batch, heads, queries, parts, dtype=torch.float32, device=q.device)
     block_m = min(TILE_ROWS[k.element_size()], max(16, geometry.power_of_2(rows)))
     tiles = triton.cdiv(rows, block_m)
-    # Where an argument is not used, q stands in for it.
+    # q stands in for tensors that are not used.
     arguments = (
         q, k, v, partial_out, partial_lse, table,
         q if call.inverse is None else call.inverse,
@@ -93,12 +97,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Ten
     )  # fmt: skip
     named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns}
     starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
-    start(lambda: starts)  # every step of decoding is of another kind
+    start(lambda: starts)  # not recorded: every step of decoding is of another kind
     return out, lse
 
 
 def step_keys(head_dim: int, element_size: int) -> int:
-    """Keys of one step of a program: a tile of k has `TILE_BYTES` at most."""
+    """Keys of one step of a program. A tile of k has at most `TILE_BYTES`."""
     if is_interpreted():
         return INTERPRETED_BLOCK
     return min(128, TILE_BYTES // (geometry.block_d(head_dim) * element_size))
@@ -107,10 +111,10 @@ def step_keys(head_dim: int, element_size: int) -> int:
 def split(
     pattern: DilatedPattern, keys: int, first: int, queries: int, batch: int, kv_heads: int, least: int, block: int
 ) -> tuple[int, int, int]:
-    """How `keys` that queries from position `first` on may see are split: chunk, units and parts.
+    """Chunk, units and parts of the split of `keys` that queries from position `first` on may see.
 
     chunk: keys of a program, at least `least` and whole steps of `block`. units: programs of one sequence. parts:
-    chunks of all branches together. The kernels work out for themselves who takes what.
+    chunks of all branches together. The kernels compute the share of each program themselves.
 
     >>> split(DilatedPattern((4096,), (1,)), 4096, 4095, 1, batch=1, kv_heads=2, least=8, block=64)
     (64, 128, 64)
@@ -128,7 +132,7 @@ def split(
 
 @cached_for_graphs()
 def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tensor:
-    # (branches, kv_heads, 3) int32: segment length and rate, capped to what no position reaches, and offset.
+    # (branches, kv_heads, 3) int32: segment length, rate and offset. Lengths are capped where no position reaches.
     rows = [
         [(min(w, 2**30), min(r, 2**30), o) for o in head_offsets(pattern, i, kv_heads)]
         for i, (w, r) in enumerate(pattern.branches)
@@ -138,16 +142,16 @@ def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tens
 
 @triton.jit
 def splits_of(w, r, first_query, keys, chunk):
-    """Chunks of a branch: as many as its longest segment needs of those that hold a query."""
+    """Number of chunks of a branch, set by the longest of its segments that hold a query."""
     longest = tl.minimum(w, keys - first_query // w * w)  # [PAIRS]
     return tl.cdiv(tl.cdiv(longest, r), chunk)
 
 
 @triton.jit
 def pair_of(unit, table, first_query, queries, keys, kv_heads, pairs, chunk, PAIRS: tl.constexpr):
-    """The work of a program: its pair, branch * kv_heads + g; the chunk of its keys; the part's number among all parts.
+    """The work of a program: its pair (branch * kv_heads + g), chunk of keys, and the part's number among all parts.
 
-    Pairs of a branch and a KV head that see no query get no program.
+    Pairs of a branch and a KV head without a query get no program.
     """
     pair = tl.arange(0, PAIRS)  # [PAIRS]
     w = tl.load(table + 3 * pair, mask=pair < pairs, other=1)  # [PAIRS]
@@ -175,7 +179,7 @@ def decode_kernel(
     SEVERAL: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the keys of one branch and KV head, for all queries of the head's group that are in the branch."""
+    """Partial results of one chunk of keys of a branch and KV head, for all queries of the group in the branch."""
     # partial_out [batch, heads, queries, parts, HEAD_DIM], partial_lse [batch, heads, queries, parts]
     unit = tl.program_id(0) // tiles
     b = (unit // units).to(tl.int64)
@@ -191,11 +195,11 @@ def decode_kernel(
     h = g * group + rows % group  # [BLOCK_M]
     position = first_query + t  # [BLOCK_M]
     inside = (t < queries) & (position % w % r == o)  # [BLOCK_M]
-    here = inside[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
+    row_mask = inside[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
     q_ptrs = (
         q + (b * stride_qb + h * stride_qh + t.to(tl.int64) * stride_qn)[:, None] + dims[None, :]
     )  # [BLOCK_M, BLOCK_D]
-    q_tile = tl.load(q_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+    q_tile = tl.load(q_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
     k_head = k + b * stride_kb + g * stride_kh
     v_head = v + b * stride_vb + g * stride_vh
     padding_row = padding + b * stride_pb
@@ -211,20 +215,20 @@ def decode_kernel(
         start = s * w
         end = tl.minimum(geometry.segment_rows(start, w, r, o, keys), (part + 1) * chunk)
         for j in range(part * chunk, end, BLOCK_N):
-            seen = j + cols < end  # [BLOCK_N]
+            is_key = j + cols < end  # [BLOCK_N]
             key = start + o + (j + cols) * r  # [BLOCK_N]
             slot = key.to(tl.int64)  # [BLOCK_N]
             if GATHER:
-                slot = tl.load(inverse + key, mask=seen, other=0).to(tl.int64)  # [BLOCK_N]
+                slot = tl.load(inverse + key, mask=is_key, other=0).to(tl.int64)  # [BLOCK_N]
             if PADDING:
-                seen &= tl.load(padding_row + key, mask=seen, other=1) == 0
+                is_key &= tl.load(padding_row + key, mask=is_key, other=1) == 0
             # A key that no query sees is not read: its NaN reaches nothing.
-            load = seen[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+            load = is_key[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
             k_tile = tl.load(
                 k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0
             )  # [BLOCK_N, BLOCK_D]
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-            allowed = seen[None, :]  # [1, BLOCK_N]
+            allowed = is_key[None, :]  # [1, BLOCK_N]
             if SEVERAL:
                 allowed &= ((position >= start) & (position - start < w))[:, None]  # [BLOCK_M, BLOCK_N]
                 if CAUSAL:
@@ -246,26 +250,26 @@ def decode_kernel(
             acc *= decay[:, None]
             joined = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
             if SEVERAL:
-                # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it. Rare,
-                # so the product is made first, and again without such rows where it shows one.
+                # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it. Such rows
+                # are rare. So the product comes first, and once more without them where it shows one.
                 row_sums = tl.sum(joined, 1)  # [BLOCK_M]
                 if tl.max((row_sums != row_sums).to(tl.int32), 0) > 0:
-                    again = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
-                    bad = (again - again) != 0.0  # [BLOCK_N, BLOCK_D]
+                    v_again = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+                    bad = (v_again - v_again) != 0.0  # [BLOCK_N, BLOCK_D]
                     reached = tl.dot(
-                        allowed.to(again.dtype), bad.to(again.dtype), input_precision=PRECISION
+                        allowed.to(v_again.dtype), bad.to(v_again.dtype), input_precision=PRECISION
                     )  # [BLOCK_M, BLOCK_D]
                     joined = tl.dot(
-                        weights.to(again.dtype), tl.where(bad, 0.0, again), acc, input_precision=PRECISION
+                        weights.to(v_again.dtype), tl.where(bad, 0.0, v_again), acc, input_precision=PRECISION
                     )  # [BLOCK_M, BLOCK_D]
                     joined = tl.where(reached > 0.0, float("nan"), joined)  # [BLOCK_M, BLOCK_D]
             acc = joined  # [BLOCK_M, BLOCK_D]
 
-    at = ((b * kv_heads * group + h) * queries + t) * parts + number  # [BLOCK_M]
+    part_rows = ((b * kv_heads * group + h) * queries + t) * parts + number  # [BLOCK_M]
     denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
     lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))  # [BLOCK_M]
-    tl.store(partial_out + at[:, None] * HEAD_DIM + dims[None, :], acc / denominator[:, None], mask=here)
-    tl.store(partial_lse + at, lse, mask=inside)
+    tl.store(partial_out + part_rows[:, None] * HEAD_DIM + dims[None, :], acc / denominator[:, None], mask=row_mask)
+    tl.store(partial_lse + part_rows, lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -274,10 +278,10 @@ def merge_kernel(
     first_query, queries, keys, heads, kv_heads, group, n_branches, chunk, parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One query of one head: its parts joined, as `attention.merge` joins two; out and lse are dense."""
+    """Out and lse of one query of one head, merged from its parts as `attention.merge` merges two."""
     row = tl.program_id(0).to(tl.int64)
     h, t = row % heads, row // heads % queries
-    at = ((row // heads // queries * heads + h) * queries + t) * parts
+    first_part = ((row // heads // queries * heads + h) * queries + t) * parts
     position = first_query + t.to(tl.int32)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
@@ -291,8 +295,8 @@ def merge_kernel(
         if position % w % r == o:
             for j in range(0, splits, BLOCK):
                 part = j + tl.arange(0, BLOCK)  # [BLOCK]
-                part_lse = tl.load(partial_lse + at + part, mask=part < splits, other=float("-inf"))  # [BLOCK]
-                part_ptrs = partial_out + (at + part)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK, BLOCK_D]
+                part_lse = tl.load(partial_lse + first_part + part, mask=part < splits, other=float("-inf"))  # [BLOCK]
+                part_ptrs = partial_out + (first_part + part)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK, BLOCK_D]
                 part_out = tl.load(part_ptrs, mask=(part < splits)[:, None] & in_dim, other=0.0)  # [BLOCK, BLOCK_D]
                 largest = tl.maximum(m, tl.max(part_lse, 0))
                 finite = tl.where(largest == float("-inf"), 0.0, largest)
@@ -300,7 +304,7 @@ def merge_kernel(
                 total = total * decay + tl.sum(weights, 0)
                 acc = acc * decay + tl.sum(weights[:, None] * part_out, 0)  # [BLOCK_D]
                 m = largest
-        at += splits
+        first_part += splits
     denominator = tl.where(total == 0.0, 1.0, total)
     result_lse = tl.where(total == 0.0, float("-inf"), m + tl.log(denominator))
     tl.store(out + row * HEAD_DIM + dims, (acc / denominator).to(out.dtype.element_ty), mask=dims < HEAD_DIM)

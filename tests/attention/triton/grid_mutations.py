@@ -8,8 +8,8 @@ hopper.places, 14: residue 0 is all there is
 -begin + tile % per * SIZE, tile // per
 +begin + tile % per * SIZE, 0
 hopper.boxes, 2: what a window sees across the start is looked for before it
--more = gl.where(start < 0, m, 0)
-+more = 0
+-turn = gl.where(start < 0, m, 0)
++turn = 0
 hopper.boxes, 2: windows that overlap themselves see keys twice
 -count = gl.minimum(end - start, m)
 +count = end - start
@@ -26,8 +26,8 @@ hopper.masks, 43: a box that goes past the end of a round axis counts whole
 -is_cut = is_cut | (left < SIDE)
 +is_cut = is_cut
 hopper.masks, 2: cells that two boxes of a round axis hold count twice
--seen = seen & (cell < left)
-+seen = seen
+-sees_cell = sees_cell & (cell < left)
++sees_cell = sees_cell
 hopper.masks, 2: a window does not go round
 -ahead = gl.where(ahead < 0, ahead + m, ahead)
 +ahead = ahead
@@ -59,8 +59,8 @@ hopper.grid_forward, 0: a tile goes on from the products of the one before
 -acc = gl.zeros_like(acc)
 +acc = acc
 hopper.grid_forward, 14: lse of rows past the end of an axis is written
--exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)
-+exists = own0 >= 0
+-exists = (rank0 >= 0) & boxes.is_there(boxes.ranks_of(number, corner, RULES), queries.stop)
++exists = rank0 >= 0
 hopper.grid_forward, 22: tiles of queries are not given back
 -        if not LATE:
 -            mbarrier.arrive(shared.q_free.index(buffer))
@@ -76,14 +76,14 @@ hopper.places, 17: a digit is not carried
 -gl.where(total >= count, total - count, total), gl.where(total >= count, 1, 0)
 +gl.where(total >= count, total - count, total), 0
 hopper.masks, 14: the last axis goes without a mask
--gl.where(seen, away, float("inf"))
-+gl.where(seen, away, away)
+-gl.where(sees_cell, away, float("inf"))
++gl.where(sees_cell, away, away)
 hopper.masks, 1: a group of a stride in the round before sees nothing
 -low = gl.where(low - reach.begin >= m, low - m, low)
 +low = low
 hopper.masks, 14: queries that see a group's last keys alone are passed over
--last = gl.minimum(own + boxes.side(RULES, AXIS), m) - 1
-+last = own
+-last = gl.minimum(first_rank + boxes.side(RULES, AXIS), m) - 1
++last = first_rank
 hopper.masks, 2: keys at the end are seen by whole groups of a stride alone
 -groups = gl.where(end >= m, m, groups)
 +groups = groups
@@ -137,10 +137,10 @@ hopper.boxes, a border: queries lie where their keys do
 -return ranks[0] - first[0], ranks[1] - first[1], ranks[2] - first[2]
 +return ranks
 hopper.boxes, inside: queries before the first that is computed have gradients
--begin = gl.maximum(start, own.begin[AXIS])
+-begin = gl.maximum(start, queries.begin[AXIS])
 +begin = gl.maximum(start, 0)
 hopper.grid_backward, a border: dk and dv are made of other queries
--a_first = own.first if OF_KEYS else (0, 0, 0)
+-a_first = queries.first if OF_KEYS else (0, 0, 0)
 +a_first = (0, 0, 0)
 hopper.grid_backward, a border: a narrow row is written over the next
 -& (column < HEAD_DIM)

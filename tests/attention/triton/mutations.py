@@ -114,9 +114,9 @@ hopper.forward, 18: every branch is a block short
 -gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
 +gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N) - 1, 0), 0)
 hopper.forward, 19: products do not see the tile of q
--mask=here, other=0.0))
+-mask=row_mask, other=0.0))
 -    fence_async_shared()
-+mask=here, other=0.0))
++mask=row_mask, other=0.0))
 hopper.backward, 19: causal: the first query is left out
 -gl.maximum(0, position - origin + r - 1) // r
 +gl.maximum(0, position - origin + r) // r
@@ -154,9 +154,9 @@ hopper.launch, 28: launches do not see that tiles are cut off
 -is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
 +is_causal
 hopper.forward, 24: row 0 forgets what earlier launches found
--out_rows + dims, here, lse + lse_rows, query >= 0
+-out_rows + dims, row_mask, lse + lse_rows, query >= 0
 -        )
-+out_rows + dims, here, lse + lse_rows, query > 0
++out_rows + dims, row_mask, lse + lse_rows, query > 0
 +        )
 hopper.backward, 31: a block that sees some keys of a group is passed over
 -first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M

@@ -1,10 +1,15 @@
 """The backward for Hopper, warp-specialised: dk, dv and dq in one kernel of five products.
 
-A program holds 128 keys, 64 for each of two groups of warps, and walks over the queries that see them, 64 at a time.
+A program holds 128 keys, 64 for each of two groups of warps. It walks over the queries that see them, 64 at a time.
 Scores are computed transposed, keys by queries, so that the weights stay in registers for dv and dk. Only their
-gradient goes through shared memory, where both groups' halves meet for the product with k. That product comes one block
-late, so that no group waits for the other within a block; the copy engine adds it to dq in global memory, in an order
-that differs from run to run. The loops over a segment are functions: Triton visits the body of a loop twice at every
+gradient goes through shared memory, where the halves of both groups meet for the product with k:
+
+    group 0   k q -> scores of keys  0 to 63  -> dv, dk      gradients --+
+                                                                         +--> product with k -> dq, one block late
+    group 1   k q -> scores of keys 64 to 127 -> dv, dk      gradients --+
+
+One block late, no group waits for the other within a block. The copy engine adds dq in global memory, in an order that
+differs from run to run. The loops over a segment are functions, since Triton compiles the body of a loop twice at every
 level of loops, and a function once.
 """
 
@@ -25,14 +30,16 @@ from hilbert_lib.attention.triton.hopper import tiles
 
 # Numbers of the hardware's barriers.
 DQ_THERE = tiles.FIRST_BARRIER  # both groups have stored their parts of a block's dq
-SCORES_THERE = gl.constexpr(DQ_THERE + 1)  # and 3 more (`_scores_of`): a group has stored its gradients of scores
-FREE = gl.constexpr(DQ_THERE + 5)  # and on, with 64 columns: both groups are done with the tiles of a stage
-# Of gradients of scores: while a group stores a block's, the other may still multiply those of two blocks before.
+SCORES_THERE = gl.constexpr(
+    DQ_THERE + 1
+)  # the first of four (`_scores_of`): a group has stored its gradients of scores
+FREE = gl.constexpr(DQ_THERE + 5)  # the first of STAGES, with 64 columns: both groups gave the tiles of a stage back
+# Buffers of gradients of scores. While a group stores a block's, the other may multiply those of two blocks before.
 SCORE_BUFFERS = gl.constexpr(3)
 
 
 class Shared(NamedTuple):
-    """What the warps of a program share: tiles, rows and barriers. Without dq those of its product are never used."""
+    """Shared memory of a program: tiles, rows and barriers. Without dq the tiles of its product are not used."""
 
     k_tile: gl.shared_memory_descriptor  # [keys, columns]
     v_tile: gl.shared_memory_descriptor
@@ -41,7 +48,7 @@ class Shared(NamedTuple):
     s_tiles: gl.shared_memory_descriptor  # gradients of scores, [buffers, keys, queries]
     lse_rows: gl.shared_memory_descriptor  # [stages, queries]
     delta_rows: gl.shared_memory_descriptor
-    dq_tiles: gl.shared_memory_descriptor  # one for each group's half of the columns
+    dq_tiles: gl.shared_memory_descriptor  # [groups, ...]: half of the columns for each group
     k_full: gl.shared_memory_descriptor
     dq_free: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -50,23 +57,23 @@ class Shared(NamedTuple):
 
 @gluon.constexpr_function
 def keys_in_registers(columns):
-    """Whether a group keeps its rows of k and v in registers, so that products read less of shared memory."""
+    """Whether a group keeps its rows of k and v in registers. Products then read less of shared memory."""
     return columns == 64
 
 
 @gluon.constexpr_function
 def scores_ahead(columns, with_dq):
-    """Whether a step starts the next block's scores; where not, it computes its own.
+    """Whether a step starts the scores of the next block; otherwise it computes its own.
 
-    Without dq ptxas (12.8) would put the gradients of scores where the rows of v are, which the next step takes: a
-    wrong dk. With 128 columns there are too few registers.
+    Without dq ptxas (12.8) would put the gradients of scores into the registers of v, which the next step reads: dk
+    is wrong. With 128 columns there are too few registers.
     """
     return keys_in_registers(columns) and with_dq
 
 
 @gluon.constexpr_function
 def float_layout():
-    """Of a 2-D float32 tile in shared memory, as the copy engine takes it."""
+    """Layout of a 2-D float32 tile in shared memory, as the copy engine takes it."""
     return gl.NVMMASharedLayout(128, 32, 2)
 
 
@@ -84,8 +91,8 @@ def backward_kernel(
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
-    With CUT some tiles have fewer than 128 keys; with READ_PARTIAL dk and dv are added to what is there. Past a
-    segment's end lie rows of the next one, with weight 0: a NaN among them does reach the gradients of this segment.
+    With CUT some tiles have fewer than 128 keys. With READ_PARTIAL dk and dv are added to those in memory. Rows of the
+    next segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients of this segment.
     """
     # q0 to dq5: descriptors of q, dout and dq as [batch, row, residue, head, dim], three for each branch.
     gl.static_assert(BLOCK_M == tiles.GROUP_ROWS)
@@ -116,7 +123,7 @@ def backward_kernel(
     )
     tables, sizes = (branches, offsets, items, classes), (keys, kv_heads, group)
     grid = (chunk, stride, chunks, phases, count)
-    # Written out twice: a tuple that is assigned to a name loses its constants.
+    # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_differentiate, (
             0, k, v, dk, dv, tables, shared, scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
@@ -136,7 +143,7 @@ def backward_kernel(
 
 @gluon.jit
 def _tile_of(tables, sizes, grid):
-    """Sequence, KV head and tile of the program; its branches, as `segment_of` takes them."""
+    """Sequence, KV head and tile of the program, and its branches as `segment_of` takes them."""
     branches, offsets, items, classes = tables
     keys, kv_heads, _group = sizes
     b, g, tile = geometry.tile_of(gl.program_id(0), items, classes, 0, keys, kv_heads, 1, *grid)
@@ -145,7 +152,7 @@ def _tile_of(tables, sizes, grid):
 
 @gluon.jit
 def _range(start, w, r, o, lowest, keys, CAUSAL: gl.constexpr):
-    """The numbers of the first query of a segment that sees a key from `lowest` on, and past the last."""
+    """Numbers of the first query of a segment that sees a key from `lowest` on, and of the last query + 1."""
     n = geometry.segment_rows(start, w, r, o, keys)
     begin = 0
     if CAUSAL:
@@ -155,7 +162,7 @@ def _range(start, w, r, o, lowest, keys, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _first_query(position, origin, r):
-    """The number of the first query that sees a position, of those at origin, origin + r, ..."""
+    """Number of the first query that sees a position; queries are at origin, origin + r, ..."""
     return gl.maximum(0, position - origin + r - 1) // r
 
 
@@ -164,7 +171,7 @@ def _copy(
     q_descriptors, d_descriptors, lse, delta, tables, shared, sizes, grid,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Copies tiles of q and dout, lse (to base 2) and delta into the ring of stages, in the order of their use."""
+    """Copy tiles of q and dout, lse (to base 2) and delta into the ring of stages, in the order of their use."""
     b, g, tile, branches = _tile_of(tables, sizes, grid)
     keys = sizes[0]
     block = 0
@@ -183,7 +190,7 @@ def _copy(
 def _copy_segment(
     q_descriptor, d_descriptor, lse, delta, shared, block, begin, n, row, residue, origin, r, b, g, sizes
 ):
-    """Copies queries `begin` to n of a segment, one head of the group after the other."""
+    """Copy queries `begin` to n of a segment, one head of the group after the other."""
     keys, kv_heads, group = sizes
     STAGES: gl.constexpr = shared.q_tiles.shape[0]
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
@@ -198,9 +205,9 @@ def _copy_segment(
             elif block >= STAGES:
                 tiles.meet(FREE + stage)
             mbarrier.expect(shared.full.index(stage), 2 * q_descriptor.block_type.nbytes)
-            at = [b, row + j, residue, h, 0]
-            tiles.async_load(q_descriptor, at, shared.full.index(stage), shared.q_tiles.index(stage))
-            tiles.async_load(d_descriptor, at, shared.full.index(stage), shared.d_tiles.index(stage))
+            coordinates = [b, row + j, residue, h, 0]
+            tiles.async_load(q_descriptor, coordinates, shared.full.index(stage), shared.q_tiles.index(stage))
+            tiles.async_load(d_descriptor, coordinates, shared.full.index(stage), shared.d_tiles.index(stage))
             number = j + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
             query = origin + number * r  # [BLOCK_M]
             # Weight 0 past the end of the segment, and where a query saw no key.
@@ -217,9 +224,9 @@ def _copy_segment(
 def _add(
     dq_descriptors, tables, shared, sizes, grid, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, WITH_DQ: gl.constexpr
 ):
-    """Adds the groups' products to dq, where rows past a segment's end are zero.
+    """Add the groups' products to dq; rows past a segment's end are zero.
 
-    The groups hand them over a block late: the first is of no block.
+    The groups hand products over one block late: the first is of no block.
     """
     if WITH_DQ:
         b, g, tile, branches = _tile_of(tables, sizes, grid)
@@ -263,7 +270,7 @@ def _differentiate(
         rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))  # [BLOCK_D]
         position = geometry.tile_positions(tile, rows)  # [GROUP_ROWS]
-        here = ((rows < tile.size) & (position < tile.end))[:, None] & (
+        row_mask = ((rows < tile.size) & (position < tile.end))[:, None] & (
             dims[None, :] < HEAD_DIM
         )  # [GROUP_ROWS, BLOCK_D]
         row = position.to(gl.int64)  # [GROUP_ROWS]
@@ -275,8 +282,8 @@ def _differentiate(
         )  # [GROUP_ROWS, BLOCK_D]
         k_rows = shared.k_tile.slice(NUMBER * tiles.GROUP_ROWS, tiles.GROUP_ROWS, 0)  # [GROUP_ROWS, BLOCK_D]
         v_rows = shared.v_tile.slice(NUMBER * tiles.GROUP_ROWS, tiles.GROUP_ROWS, 0)  # [GROUP_ROWS, BLOCK_D]
-        k_rows.store(gl.load(k_ptrs, mask=here, other=0.0))
-        v_rows.store(gl.load(v_ptrs, mask=here, other=0.0))
+        k_rows.store(gl.load(k_ptrs, mask=row_mask, other=0.0))
+        v_rows.store(gl.load(v_ptrs, mask=row_mask, other=0.0))
         if WITH_DQ:
             _store_scores(NUMBER, shared, gl.zeros([tiles.GROUP_ROWS, BLOCK_M], dtype, SCORES), -1)
         fence_async_shared()
@@ -325,7 +332,7 @@ def _differentiate(
             if block > 0:
                 part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, shared, block)])  # [GROUP_ROWS, COLUMNS]
                 _hand_over(NUMBER, part, shared, block)
-        # Made only here: positions in this layout would take registers all through the loop.
+        # Positions in this layout come after the loop: in it they would take registers.
         out_rows = gl.convert_layout(key_position, gl.SliceLayout(1, GRADIENTS))  # [GROUP_ROWS]
         out_number = NUMBER * tiles.GROUP_ROWS + gl.arange(
             0, tiles.GROUP_ROWS, gl.SliceLayout(1, GRADIENTS)
@@ -334,13 +341,13 @@ def _differentiate(
         written = ((out_number < tile.size) & (out_rows < tile.end))[:, None] & (
             out_dims[None, :] < HEAD_DIM
         )  # [GROUP_ROWS, BLOCK_D]
-        at = ((b.to(gl.int64) * keys + out_rows) * kv_heads + g) * HEAD_DIM  # [GROUP_ROWS]
+        dkv_rows = ((b.to(gl.int64) * keys + out_rows) * kv_heads + g) * HEAD_DIM  # [GROUP_ROWS]
         dk_acc = dk_acc * scale  # [GROUP_ROWS, BLOCK_D]
         if READ_PARTIAL:
-            dk_acc += gl.load(dk + at[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
-            dv_acc += gl.load(dv + at[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
-        gl.store(dk + at[:, None] + out_dims[None, :], dk_acc.to(dtype), mask=written)
-        gl.store(dv + at[:, None] + out_dims[None, :], dv_acc.to(dtype), mask=written)
+            dk_acc += gl.load(dk + dkv_rows[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
+            dv_acc += gl.load(dv + dkv_rows[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
+        gl.store(dk + dkv_rows[:, None] + out_dims[None, :], dk_acc.to(dtype), mask=written)
+        gl.store(dv + dkv_rows[:, None] + out_dims[None, :], dv_acc.to(dtype), mask=written)
 
 
 @gluon.jit
@@ -350,7 +357,9 @@ def _walk(
 ):  # fmt: skip
     """A group's keys against queries `begin` to n of one head in a segment.
 
-    `first_masked` blocks see no key, those up to query `free_from` need a mask, the rest see all.
+    queries  begin ............... free_from ....... n
+    blocks   first_masked | masked           | no mask
+             see no key
     """
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
     if CAUSAL or CUT:
@@ -384,7 +393,7 @@ def _walk(
 
 @gluon.jit
 def _first_scores(k_rows, shared, block, WITH_DQ: gl.constexpr):
-    """The scores of the first block of a walk; unused zeros where each step computes its own."""
+    """The scores of the first block of a walk, or zeros where each step computes its own."""
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
     scores = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, tiles.product_layout(BLOCK_M))  # [GROUP_ROWS, BLOCK_M]
     if scores_ahead(shared.q_tiles.shape[5], WITH_DQ):
@@ -394,7 +403,7 @@ def _first_scores(k_rows, shared, block, WITH_DQ: gl.constexpr):
 
 @gluon.jit
 def _start_scores(k_rows, shared, block):
-    """Starts the product of keys and a block of queries, once these are there."""
+    """The product of keys and a block of queries, started once the queries are there."""
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
     tiles.wait_full(shared.full, block)
     zeros = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, tiles.product_layout(BLOCK_M))  # [GROUP_ROWS, BLOCK_M]
@@ -407,7 +416,7 @@ def _step(
     NUMBER: gl.constexpr, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees, block, goes_on, scale,
     WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dq of a block of queries, the next block's scores. With MASKED a key is seen from column `sees` on."""
+    """dk, dv, and the next block's scores. With MASKED the queries from column `sees` on see a key."""
     dtype: gl.constexpr = shared.k_tile.dtype
     STAGES: gl.constexpr = shared.q_tiles.shape[0]
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
@@ -485,7 +494,7 @@ def _empty_step(NUMBER: gl.constexpr, shared, block, WITH_DQ: gl.constexpr):
 
 @gluon.jit
 def _give_back(shared, block):
-    """A group is done with the tiles of a block."""
+    """Give the tiles of a block back."""
     STAGES: gl.constexpr = shared.q_tiles.shape[0]
     stage = block % STAGES
     if keys_in_registers(shared.q_tiles.shape[5]):
@@ -496,17 +505,17 @@ def _give_back(shared, block):
 
 @gluon.jit
 def _scores_of(NUMBER: gl.constexpr, block):
-    """The barrier at which a group says that its gradients of a block's scores are stored.
+    """Number of the barrier at which a group says that its gradients of a block's scores are stored.
 
-    It may arrive for a block before the other group has met it for the last one: two barriers take turns.
+    Two barriers take turns, since it may arrive for a block before the other group has met it for the last one.
     """
     return SCORES_THERE + 2 * NUMBER + (block & 1)
 
 
 @gluon.jit
 def _store_scores(NUMBER: gl.constexpr, shared, dscores, block):
-    """Stores a group's gradients of a block's scores for the other group."""
-    buffer = (block + SCORE_BUFFERS) % SCORE_BUFFERS  # the block before the first has one, too
+    """Store a group's gradients of a block's scores for the other group."""
+    buffer = (block + SCORE_BUFFERS) % SCORE_BUFFERS  # the block before the first has a buffer, too
     shared.s_tiles.index(buffer).slice(NUMBER * tiles.GROUP_ROWS, tiles.GROUP_ROWS, 0).store(dscores)
     fence_async_shared()
     tiles.arrive(_scores_of(NUMBER, block), 256)
@@ -514,7 +523,7 @@ def _store_scores(NUMBER: gl.constexpr, shared, dscores, block):
 
 @gluon.jit
 def _late_dq(NUMBER: gl.constexpr, shared, block):
-    """Starts a group's half of the columns of the last block's dq: both groups' gradients of scores times k."""
+    """A group's half of the columns of the last block's dq, started: gradients of scores of both groups times k."""
     COLUMNS: gl.constexpr = shared.k_tile.shape[1] // 2
     left = shared.s_tiles.index((block + SCORE_BUFFERS - 1) % SCORE_BUFFERS).permute((1, 0))  # [BLOCK_M, KEYS]
     right = shared.k_tile.slice(NUMBER * COLUMNS, COLUMNS, 1)  # [KEYS, COLUMNS]
@@ -524,7 +533,7 @@ def _late_dq(NUMBER: gl.constexpr, shared, block):
 
 @gluon.jit
 def _hand_over(NUMBER: gl.constexpr, part, shared, block):
-    """Hands a group's part of dq to the warp that adds it."""
+    """Hand a group's part of dq to the warp that adds it."""
     mbarrier.wait(shared.dq_free, (block & 1) ^ 1)
     tile = tiles.reinterpret(
         shared.dq_tiles.index(NUMBER), gl.float32, part.shape, float_layout()

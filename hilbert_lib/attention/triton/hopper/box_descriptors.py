@@ -1,4 +1,4 @@
-"""The copy engine's descriptors for boxes of cells: which tensors it reads, and how."""
+"""Descriptors of boxes of cells for the copy engine, and the tensors that it can read."""
 
 from functools import lru_cache
 
@@ -11,19 +11,21 @@ from hilbert_lib.attention.triton.hopper import tiles
 
 
 def unit_of(x: Tensor) -> int:
-    """Elements of a step along a descriptor's axis of heads, which holds sequences and residues as well."""
+    """Elements of one step along the axis of heads of a descriptor; that axis holds sequences and residues too."""
     return x.stride(2) if x.shape[2] > 1 else x.stride(1)
 
 
 def described(x: Tensor, shape: tuple[int, ...], dilation: tuple[int, ...], box: tuple[int, ...], columns: int):
-    """The copy engine's descriptor for boxes of x (batch, seq, heads, head_dim), whose cells are those of a grid.
+    """The copy engine's descriptor for boxes of x (batch, seq, heads, head_dim), whose rows are cells of a grid.
 
-    Its axes are the ranks along each of three axes, then heads, sequences and residues in one, in steps of `unit_of`.
+    Its five axes are [rank 0, rank 1, rank 2, heads with sequences and residues in steps of `unit_of`, head_dim].
     """
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(_described(tuple(x.shape), x.stride(), x.dtype, unit_of(x), shape, dilation, box, columns))
-    made.base = x
-    return made
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(
+        _described(tuple(x.shape), x.stride(), x.dtype, unit_of(x), shape, dilation, box, columns)
+    )
+    descriptor.base = x
+    return descriptor
 
 
 @lru_cache(maxsize=1024)
@@ -33,8 +35,8 @@ def _described(sizes, strides, dtype, unit, shape, dilation, box, columns) -> di
     ranks = [n // d for n, d in zip(shape, dilation, strict=True)]
     far = (batch - 1) * strides[0] + (heads - 1) * strides[2]
     far += sum((d - 1) * step for d, step in zip(dilation, steps, strict=True))
-    whole = 16 // dtype.itemsize
-    along = [d * step if n > 1 else whole for d, step, n in zip(dilation, steps, ranks, strict=True)]
+    aligned = 16 // dtype.itemsize
+    along = [d * step if n > 1 else aligned for d, step, n in zip(dilation, steps, ranks, strict=True)]
     return vars(
         TensorDescriptor(
             torch.empty(0, dtype=dtype, device="cpu"),
@@ -48,12 +50,12 @@ def _described(sizes, strides, dtype, unit, shape, dilation, box, columns) -> di
 
 @lru_cache
 def layout(box: tuple[int, ...], columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a box in shared memory."""
+    """Layout of a box in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([*box, 1, columns], tiles.element(dtype))
 
 
 def steps_of(x: Tensor, shape: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
-    """Steps of `unit_of` from one sequence to the next, and from one residue to the next along each axis."""
+    """Numbers of steps of `unit_of` from a sequence to the next, and from a residue to the next along each axis."""
     unit, row = unit_of(x), x.stride(1)
     to_next = x.stride(0) // unit if x.shape[0] > 1 else 0
     if dilation == (1, 1, 1):
@@ -63,17 +65,17 @@ def steps_of(x: Tensor, shape: tuple[int, ...], dilation: tuple[int, ...]) -> tu
 
 
 def is_reached(x: Tensor, shape: tuple[int, ...], dilation: tuple[int, ...]) -> bool:
-    """Whether the copy engine reaches every cell of x: steps are whole numbers of units, and units of 16 bytes."""
+    """Whether the copy engine reaches every cell of x. Steps must be whole units, and units multiples of 16 bytes."""
     unit, row = unit_of(x), x.stride(1)
     steps = [shape[1] * shape[2] * row, shape[2] * row, row]
     used = [step for step, d in zip(steps, dilation, strict=True) if d > 1]
     used += [x.stride(0)] if x.shape[0] > 1 else []
-    whole = 16 // x.element_size()
+    aligned = 16 // x.element_size()
     return (
         x.stride(3) == 1
         and unit > 0
         and row > 0
-        and not any(step % whole for step in (unit, row))
+        and not any(step % aligned for step in (unit, row))
         and not any(step % unit for step in used)
         and x.data_ptr() % 16 == 0
     )

@@ -1,8 +1,12 @@
 """The forward for Hopper, warp-specialised: one warp copies tiles of k and v, two groups of warps compute.
 
-Written in Gluon, Triton's lower dialect; its plain twin in `triton.forward` serves all other calls. The copy engine
-reads a dilated tile as the rows of one residue, without an instruction of the computing warps. Each group multiplies 64
-queries; while one is at its softmax the other has the tensor cores. `steps` holds the work on one block of keys.
+Gluon, Triton's lower dialect, is its language; its plain twin in `triton.forward` serves all other calls. The copy
+engine reads a dilated tile as the rows of one residue, without an instruction of the computing warps. Each group
+multiplies 64 queries (`steps` has the work on one block of keys):
+
+    copying warp   k0 v0 | k1 v1 | k2 v2 | ...            a ring of stages in shared memory
+    group 0        products | softmax  | products | ...    one group has the tensor cores
+    group 1                 | products | softmax  | ...    while the other is at its softmax
 """
 
 from triton.experimental import gluon
@@ -41,15 +45,15 @@ def forward_kernel(
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Output and lse of one tile of 128 queries through all branches, merged with what is there with READ_PARTIAL.
+    """Output and lse of one tile of 128 queries through all branches; with READ_PARTIAL merged with those in memory.
 
     With MASKED some tile of keys is cut off, by causality or by the end of a segment. flag becomes 1 where such a tile
-    gave NaN: it may come from a value that is not attended to and not finite, and the plain kernel then runs again.
+    is NaN. A value that is not attended to and not finite may cause that. So the plain kernel then runs again.
     """
     # k0 to v5: descriptors of k and v as [batch, row, residue, head, dim], a pair for each branch.
     dtype: gl.constexpr = q.dtype.element_ty
-    # Of the second group, where a multiprocessor runs two programs, and one. The first group has what it and the
-    # copying warps leave: 112 of three times 80 (maxnreg of its configuration), since those need at least 24.
+    # Registers of the second group, where a multiprocessor runs two programs, and one. The first group has those that
+    # it and the copying warps leave: 112 of three times 80 (maxnreg of its configuration). These need at least 24.
     REGISTERS: gl.constexpr = 104 if in_halves(BLOCK_D) else 240
     q_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout())
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
@@ -62,7 +66,7 @@ def forward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-    # Written out twice: a tuple that is assigned to a name loses its constants.
+    # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
             0, q, out, lse, flag, tables, q_tiles, ring, scale, stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM,
@@ -81,7 +85,7 @@ def forward_kernel(
 
 @gluon.jit
 def _tile_of(tables, sizes, grid):
-    """Sequence, head and tile of the program; its branches, as `segment_of` takes them."""
+    """Sequence, head and tile of the program, and its branches as `segment_of` takes them."""
     branches, offsets, items, classes = tables
     first_query, queries, _keys, heads, group = sizes
     b, h, tile = geometry.tile_of(gl.program_id(0), items, classes, first_query, queries, heads, group, *grid)
@@ -93,7 +97,7 @@ def _copy(
     k_descriptors, v_descriptors, tables, ring, sizes, grid, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Copies tiles of k and v into the ring of stages, in the order in which the groups take them."""
+    """Copy tiles of k and v into the ring of stages, in the order in which the groups take them."""
     STAGES: gl.constexpr = ring.k_tiles.shape[0]
     b, _, tile, branches = _tile_of(tables, sizes, grid)
     keys, g = sizes[2], branches[3]
@@ -164,7 +168,7 @@ def _attend_whole(
     first_query, queries, keys, heads, _group = sizes
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
-    # A thread finds one position and hands it on: divisions for every row that it loads would outlast the loads.
+    # A thread computes one position and hands it on. Divisions for every row that it loads would outlast the loads.
     number = NUMBER * tiles.GROUP_ROWS + gl.arange(
         0, tiles.GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0])
     )  # [GROUP_ROWS]
@@ -174,8 +178,8 @@ def _attend_whole(
         :, None
     ]  # [GROUP_ROWS, 1]
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]  # [1, BLOCK_D]
-    here = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
-    q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=here, other=0.0)  # [GROUP_ROWS, BLOCK_D]
+    row_mask = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
+    q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=row_mask, other=0.0)  # [GROUP_ROWS, BLOCK_D]
     blocks = _blocks(branches, tile.first, keys, BLOCK_N, N_BRANCHES)
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
@@ -196,16 +200,16 @@ def _attend_whole(
         value_token = values(weights, acc, ring, blocks - 1)  # [GROUP_ROWS, BLOCK_D]
         acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
     result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
-    # Handed on once more: the loads' own would take registers all through the steps.
+    # Positions are handed on once more: those of the loads would take registers all through the steps.
     written = gl.where(exists, position, -1)  # [GROUP_ROWS]
     query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
     lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query  # [GROUP_ROWS]
     if READ_PARTIAL:
         row = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]  # [GROUP_ROWS, 1]
         out_rows = ((b.to(gl.int64) * queries + row - first_query) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
-        here = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
+        row_mask = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
         result, result_lse = _merged(
-            result, result_lse, out + out_rows + dims, here, lse + lse_rows, query >= 0
+            result, result_lse, out + out_rows + dims, row_mask, lse + lse_rows, query >= 0
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     gl.store(lse + lse_rows, result_lse, mask=query >= 0)
     query = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]  # [GROUP_ROWS, 1]
@@ -222,8 +226,8 @@ def _attend_by_branch(
 ):  # fmt: skip
     """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
 
-    It finds positions as they are needed: begun like `_attend_whole`, it took 6 % longer at head_dim 128 because of how
-    its steps were compiled. Any edit may change that: compare_kernels.py measures it.
+    Positions are computed where they are needed. With the beginning of `_attend_whole` it took 6 % longer at head_dim
+    128, because of how its steps were compiled. Any edit may change that: compare_kernels.py measures it.
     """
     first_query, queries, keys, heads, _group = sizes
     SCORES: gl.constexpr = tiles.product_layout(keys_at_once(BLOCK_D, BLOCK_N))
@@ -231,11 +235,11 @@ def _attend_by_branch(
     rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
     position = geometry.tile_positions(tile, rows)  # [GROUP_ROWS]
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]  # [1, BLOCK_D]
-    here = ((rows < tile.size) & (position >= tile.lowest) & (position < tile.end))[:, None] & (
+    row_mask = ((rows < tile.size) & (position >= tile.lowest) & (position < tile.end))[:, None] & (
         dims < HEAD_DIM
     )  # [GROUP_ROWS, BLOCK_D]
     row = (position - first_query).to(gl.int64)[:, None]  # [GROUP_ROWS, 1]
-    q_tile.store(gl.load(q_head + row * stride_qn + dims, mask=here, other=0.0))
+    q_tile.store(gl.load(q_head + row * stride_qn + dims, mask=row_mask, other=0.0))
     fence_async_shared()
     score_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
     query = geometry.tile_positions(tile, score_rows)  # [GROUP_ROWS]
@@ -262,11 +266,11 @@ def _attend_by_branch(
     if READ_PARTIAL:
         out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
         result, result_lse = _merged(
-            result, result_lse, out + out_rows + dims, here, lse + lse_rows, exists
+            result, result_lse, out + out_rows + dims, row_mask, lse + lse_rows, exists
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     gl.store(lse + lse_rows, result_lse, mask=exists)
     out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
-    gl.store(out + out_rows + dims, gl.convert_layout(result.to(q_tile.dtype), ROWS), mask=here)
+    gl.store(out + out_rows + dims, gl.convert_layout(result.to(q_tile.dtype), ROWS), mask=row_mask)
 
 
 @gluon.jit
@@ -305,10 +309,10 @@ def _walk(
                         acc, total, m, weights, q_tile, ring, block, scale, query, queries, False, False
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
-                seen = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
+                seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(gl.maximum(begin, full), end, BLOCK_N):
                     acc, total, m, weights = step(
-                        acc, total, m, weights, q_tile, ring, block, scale, seen - j, queries, True, False
+                        acc, total, m, weights, q_tile, ring, block, scale, seen_count - j, queries, True, False
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
                 if CAUSAL:
@@ -339,7 +343,7 @@ def _walk_in_halves(
     q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """What `_walk` computes, by `halves`."""
+    """`_walk` by `halves`."""
     acc, total, m = nothing(
         BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
@@ -355,10 +359,10 @@ def _walk_in_halves(
                 )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                 block += 1
             if MASKED:
-                seen = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
+                seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(full, end, BLOCK_N):
                     acc, total, m = halves(
-                        acc, total, m, q_tile, ring, block, scale, seen - j, end - j, True
+                        acc, total, m, q_tile, ring, block, scale, seen_count - j, end - j, True
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                     block += 1
             if CAUSAL:
@@ -373,9 +377,9 @@ def _walk_in_halves(
 
 @gluon.jit
 def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
-    """How many blocks of keys a tile sees where none is cut off.
+    """Number of blocks of keys that a tile sees where none is cut off.
 
-    A thread looks at one branch: a loop over all of them would take a block's time.
+    Each thread looks at one branch. A loop over all branches would take as long as a block.
     """
     gl.static_assert(N_BRANCHES <= 8)
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [4], [0]))  # [8]
@@ -390,7 +394,7 @@ def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constex
 
 
 @gluon.jit
-def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
+def _merged(result, lse, out_ptrs, row_mask, lse_ptrs, exists):
     """Output and lse merged with those in memory."""
     before = gl.load(lse_ptrs, mask=exists, other=float("-inf"))  # [GROUP_ROWS]
     largest = gl.maximum(lse, before)  # [GROUP_ROWS]
@@ -400,9 +404,9 @@ def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
     total = weight + weight_before  # [GROUP_ROWS]
     denominator = gl.where(total == 0.0, 1.0, total)  # [GROUP_ROWS]; NaN stays NaN
     COLUMNS: gl.constexpr = gl.SliceLayout(1, result.type.layout)
-    own = gl.convert_layout(weight / denominator, COLUMNS)[:, None]  # [GROUP_ROWS, 1]
-    other = gl.convert_layout(weight_before / denominator, COLUMNS)[:, None]  # [GROUP_ROWS, 1]
-    out_before = gl.load(out_ptrs, mask=here, other=0.0)  # [GROUP_ROWS, BLOCK_D]
+    share = gl.convert_layout(weight / denominator, COLUMNS)[:, None]  # [GROUP_ROWS, 1]
+    share_before = gl.convert_layout(weight_before / denominator, COLUMNS)[:, None]  # [GROUP_ROWS, 1]
+    out_before = gl.load(out_ptrs, mask=row_mask, other=0.0)  # [GROUP_ROWS, BLOCK_D]
     out_before = gl.convert_layout(out_before, result.type.layout).to(gl.float32)  # [GROUP_ROWS, BLOCK_D]
-    result = result * own + out_before * other  # [GROUP_ROWS, BLOCK_D]
+    result = result * share + out_before * share_before  # [GROUP_ROWS, BLOCK_D]
     return result, gl.where(total == 0.0, float("-inf"), finite + gl.log2(denominator) * tiles.LN_2)

@@ -1,7 +1,13 @@
 """Neighbourhood attention's backward for Hopper, warp-specialised: boxes as in the forward, the same bits every time.
 
-dq comes from tiles of queries, which walk over boxes of keys as the forward does; dk and dv from tiles of keys, which
-walk over the boxes of queries that see them. Seven products in place of five, and nothing is added in global memory.
+dq comes from tiles of queries, which walk over boxes of keys as the forward does. dk and dv come from tiles of keys,
+which walk over the boxes of queries that see them:
+
+    OF_KEYS    tile (x, y)     boxes (a, b)    results (u, w)    products
+    False      q, dout         k, v            dq                q k, dout v, slopes k
+    True       k, v            q, dout         dk, dv            k q, v dout, weights dout, slopes q
+
+That is seven products in place of five, and nothing is added in global memory.
 """
 
 from typing import NamedTuple
@@ -14,17 +20,17 @@ from hilbert_lib.attention.triton.geometry import LOG2_E
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
 from hilbert_lib.attention.triton.hopper import boxes, masks, places, steps, tiles
 
-# As in `grid_forward`: of a tile's two tensors, of those of its boxes, and of the results.
+# Steps as in `grid_forward`, for the two tensors of a tile (x, y), of its boxes (a, b), and of the results (u, w).
 MOVES = (*(name + axis for name in "xyabuw" for axis in "b012"), "eb", "fb")
 
 
 class Shared(NamedTuple):
-    """What the warps of a program share: its tile's rows of two tensors, and boxes of two others in a ring."""
+    """Shared memory of a program: rows of its tile, of two tensors, and a ring of boxes of two others."""
 
     x_tiles: gl.shared_memory_descriptor  # [buffers * groups, *box, 1, columns]
     y_tiles: gl.shared_memory_descriptor
     a_tiles: gl.shared_memory_descriptor  # [stages, *box, 1, columns]
-    b_tiles: gl.shared_memory_descriptor  # [stages of their own, *box, 1, columns]
+    b_tiles: gl.shared_memory_descriptor  # [B_STAGES, *box, 1, columns]
     lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries
     delta_rows: gl.shared_memory_descriptor
     tile_full: gl.shared_memory_descriptor
@@ -42,9 +48,9 @@ def backward_kernel(
 ):  # fmt: skip
     """dq (u) of tiles of queries (x) and dout (y), from boxes of k (a) and v (b).
 
-    With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). All but lse,
-    delta and masks are descriptors; with IN_FLOAT, which is then the head_dim, dk and dv are dense and float32. What is
-    not finite, or a score that is not, may reach the gradients of those near it.
+    With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). All tensors but
+    lse, delta and masks are descriptors. With IN_FLOAT, which is then the head_dim, dk and dv are dense and float32. A
+    value or score that is not finite may reach the gradients of rows near it.
     """
     dtype: gl.constexpr = x.dtype
     B0: gl.constexpr = boxes.side(RULES, 0)
@@ -71,7 +77,7 @@ def backward_kernel(
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
     u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
     sizes = (heads, group, extra, total, programs)
-    # Written out: a tuple that is assigned to a name loses its constants.
+    # The arguments are written out: a tuple that is assigned to a name loses its constants.
     if OF_KEYS:
         gl.warp_specialize([
             (_differentiate_keys, (
@@ -104,13 +110,13 @@ def backward_kernel(
 
 @gluon.jit
 def _free(shared, block):
-    """Number of the barrier at which the groups say that they are done with a box, or with all of it but b."""
+    """Number of the barrier at which the groups give a box back; for dq, all of it but b."""
     return tiles.FIRST_BARRIER + block % shared.a_tiles.shape[0]
 
 
 @gluon.jit
 def _b_free(shared, block):
-    """The same for a box of b where that is needed for a shorter time, as v is for dq."""
+    """Number of the barrier at which the groups give a box of b back, where they need it for less time: v for dq."""
     return tiles.FIRST_BARRIER + shared.a_tiles.shape[0] + block % shared.b_tiles.shape[0]
 
 
@@ -119,13 +125,13 @@ def _copy(
     lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES: gl.constexpr,
     EXTRA: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Copies tiles and boxes in the order in which the groups take them; with OF_KEYS the rows of lse and delta too."""
+    """Copy tiles and boxes in the order in which the groups take them; with OF_KEYS rows of lse and delta too."""
     heads, group, extra, total, programs = sizes
     x_moves, y_moves, a_moves, b_moves, extra_moves = moves
-    members = group if OF_KEYS else 1  # heads of queries for which the boxes are walked over
-    own = boxes.asked(axes, RULES)
-    x_first = (0, 0, 0) if OF_KEYS else own.first
-    a_first = own.first if OF_KEYS else (0, 0, 0)
+    members = group if OF_KEYS else 1  # heads of queries whose boxes are walked over
+    queries = boxes.launch_queries(axes, RULES)
+    x_first = (0, 0, 0) if OF_KEYS else queries.first
+    a_first = queries.first if OF_KEYS else (0, 0, 0)
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, OF_KEYS)
@@ -152,8 +158,8 @@ def _copy(
             for _j in range(boxes.count_of(reaches)):
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
-                at0, at1, at2 = boxes.within(box.at, a_first)
-                _fetch(a, b, [at0, at1, at2, a_at, 0], [at0, at1, at2, b_at, 0], shared, block, OF_KEYS)
+                rank0, rank1, rank2 = boxes.within(box.corner, a_first)
+                _fetch(a, b, [rank0, rank1, rank2, a_at, 0], [rank0, rank1, rank2, b_at, 0], shared, block, OF_KEYS)
                 if OF_KEYS:
                     _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
                 block = tiles.counted(block + 1)
@@ -166,7 +172,7 @@ def _copy(
 
 @gluon.jit
 def _fetch(a, b, a_at, b_at, shared, block, TOGETHER: gl.constexpr):
-    """Copies a box of each tensor to its ring, once both groups are done with what is there; TOGETHER with both."""
+    """Copy a box of each tensor to its ring, once both groups have given the stage back; TOGETHER for both tensors."""
     STAGES: gl.constexpr = shared.a_tiles.shape[0]
     B_STAGES: gl.constexpr = shared.b_tiles.shape[0]
     full = shared.full.index(block % STAGES)
@@ -181,20 +187,20 @@ def _fetch(a, b, a_at, b_at, shared, block, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl.constexpr):
-    """lse (to base 2) and delta of a box of queries; those outside of what is computed weigh nothing."""
+    """Store lse (to base 2) and delta of a box of queries; queries that are not computed get weight 0."""
     stage = block % shared.a_tiles.shape[0]
     number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))  # [GROUP_ROWS]
-    ranks = boxes.ranks_of(number, box.at, RULES)
-    here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)  # [GROUP_ROWS]
+    ranks = boxes.ranks_of(number, box.corner, RULES)
+    is_query = boxes.is_there(ranks, boxes.launch_queries(axes, RULES).stop)  # [GROUP_ROWS]
     row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
-    shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=here, other=float("inf"))))
-    shared.delta_rows.index(stage).store(gl.load(delta + row, mask=here, other=0.0))
+    shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=is_query, other=float("inf"))))
+    shared.delta_rows.index(stage).store(gl.load(delta + row, mask=is_query, other=0.0))
     mbarrier.arrive(shared.full.index(stage))
 
 
 @gluon.jit
 def _as_exponent(lse):
-    """lse to base 2; of a query without keys so large that nothing weighs."""
+    """lse to base 2, and inf for a query without keys: its weights are then 0."""
     return gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
 
 
@@ -211,7 +217,7 @@ def _differentiate_queries(
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
     number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)  # [GROUP_ROWS, GROUP_ROWS]
-    asked = boxes.asked(axes, RULES)
+    queries = boxes.launch_queries(axes, RULES)
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, False)
@@ -221,13 +227,13 @@ def _differentiate_queries(
         place = places.place_of(digits, axes, group, RULES, False)
         digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
-        own = boxes.own_ranks(NUMBER, place.first, RULES)
-        sights = masks.sights_of(own, number, reaches, axes, RULES)
-        ranks = boxes.ranks_of(number, own, RULES)
-        here = boxes.is_there(ranks, asked.stop)  # [GROUP_ROWS]
+        corner = boxes.corner_of(NUMBER, place.first, RULES)
+        sights = masks.sights_of(corner, number, reaches, axes, RULES)
+        ranks = boxes.ranks_of(number, corner, RULES)
+        is_query = boxes.is_there(ranks, queries.stop)  # [GROUP_ROWS]
         row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
-        lse_row = _as_exponent(gl.load(lse + row, mask=here, other=float("inf")))  # [GROUP_ROWS]
-        delta_row = gl.load(delta + row, mask=here, other=0.0)  # [GROUP_ROWS]
+        lse_row = _as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
+        delta_row = gl.load(delta + row, mask=is_query, other=0.0)  # [GROUP_ROWS]
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
         _let_go(shared, turn)
@@ -236,15 +242,15 @@ def _differentiate_queries(
         d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))  # [GROUP_ROWS, BLOCK_D]
         slopes = steps.as_operand(zeros, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
-        last = -1  # the box whose slopes are still to be multiplied with its k
+        last = -1  # the box whose product for dq is still to come
         step = (0, 0, 0)
-        of_grid = boxes.count_of(reaches)
-        every = of_grid + (gl.cdiv(extra, ROWS) if EXTRA else 0)
+        grid_boxes = boxes.count_of(reaches)
+        box_count = grid_boxes + (gl.cdiv(extra, ROWS) if EXTRA else 0)
         box = boxes.box_of(step, reaches, axes, RULES)
-        seen = masks.sees_or_extra(sights, box, own, asked.stop, 0 - of_grid, RULES, EXTRA)
-        for j in range(every):
-            now = box
-            if seen:
+        is_seen = masks.sees_or_extra(sights, box, corner, queries.stop, 0 - grid_boxes, RULES, EXTRA)
+        for j in range(box_count):
+            this_box = box
+            if is_seen:
                 tiles.wait_full(shared.full, block)
                 k_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
                 v_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
@@ -258,31 +264,31 @@ def _differentiate_queries(
                 token = warpgroup_mma(
                     slopes, tiles.tile_of_stage(shared.a_tiles, before), acc, is_async=True
                 )  # [GROUP_ROWS, BLOCK_D]
-                # While these products are computed: where the next box is, and whether it is seen.
-                step, box, seen = masks.following(
-                    step, sights, reaches, own, asked.stop, j + 1 - of_grid, axes, RULES, EXTRA
+                # Beside these products: the place of the next box, and whether it is seen.
+                step, box, is_seen = masks.following(
+                    step, sights, reaches, corner, queries.stop, j + 1 - grid_boxes, axes, RULES, EXTRA
                 )
                 scores, dweights = warpgroup_mma_wait(
                     1, deps=[score_token, weight_token]
                 )  # [GROUP_ROWS, GROUP_ROWS] each
                 tiles.arrive(_b_free(shared, block))
                 scores = masks.allowed(  # [GROUP_ROWS, GROUP_ROWS]
-                    scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
-                    EXTRA_PADDING,
+                    scores, sights, this_box, place, axes, padding, extra_padding, j - grid_boxes, extra, RULES, EXTRA,
+                    PADDING, EXTRA_PADDING,
                 )  # fmt: skip
                 weights = masks.weights_of(
-                    scores, lse_row, sights, now, axes, j >= of_grid, scale, RULES, EXTRA
+                    scores, lse_row, sights, this_box, axes, j >= grid_boxes, scale, RULES, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS]
                 new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)  # [GROUP_ROWS, GROUP_ROWS]
                 acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, BLOCK_D]
-                # Only now: ptxas would have the products wait for one another if it found their operands before.
+                # Not before the wait: ptxas would make the products wait for one another.
                 slopes = steps.as_operand(new_slopes, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
                 if last >= 0:
                     tiles.arrive(_free(shared, last))
                 last = block
             else:
                 if (last >= 0) & (block - last >= STAGES - 1):
-                    # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
+                    # The copying warp would wait for the stage of `last`. So this box takes its place, with weights 0.
                     acc = _late(slopes, acc, shared, last)  # [GROUP_ROWS, BLOCK_D]
                     tiles.wait_full(shared.full, block)
                     slopes = gl.zeros_like(slopes)  # [GROUP_ROWS, GROUP_ROWS]
@@ -291,20 +297,20 @@ def _differentiate_queries(
                     tiles.wait_full(shared.full, block)
                     tiles.arrive(_free(shared, block))
                 tiles.arrive(_b_free(shared, block))
-                step, box, seen = masks.following(
-                    step, sights, reaches, own, asked.stop, j + 1 - of_grid, axes, RULES, EXTRA
+                step, box, is_seen = masks.following(
+                    step, sights, reaches, corner, queries.stop, j + 1 - grid_boxes, axes, RULES, EXTRA
                 )
             block = tiles.counted(block + 1)
         if last >= 0:
             acc = _late(slopes, acc, shared, last)  # [GROUP_ROWS, BLOCK_D]
-        to = boxes.within(own, asked.first)
+        to = boxes.within(corner, queries.first)
         boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, to, boxes.moved(place.h, place, moves))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _let_go(shared, turn):
-    """Gives the last tile's buffer back. Its results lie in it: they have left by now, or nearly."""
+    """Give the buffer of the last tile back, once its results have left it."""
     if turn > 0:
         tma.store_wait(0)
         mbarrier.arrive(shared.tile_free.index((turn - 1) % boxes.BUFFERS))
@@ -312,7 +318,7 @@ def _let_go(shared, turn):
 
 @gluon.jit
 def _late(slopes, acc, shared, last):
-    """The product for dq of a box, waited for."""
+    """acc after the product for dq of a box, waited for."""
     token = warpgroup_mma(
         slopes, tiles.tile_of_stage(shared.a_tiles, tiles.counted(last)), acc, is_async=True
     )  # [GROUP_ROWS, BLOCK_D]
@@ -328,7 +334,7 @@ def _differentiate_keys(
 ):  # fmt: skip
     """One group of warps: dk and dv of 64 keys of each tile. Scores are computed transposed, keys by queries.
 
-    At 64 columns registers let the products for dk and dv come one box late, beside the next one's softmax.
+    At 64 columns registers suffice for the products for dk and dv to come one box late, beside the next softmax.
     """
     heads, group, _extra, total, programs = sizes
     ROWS: gl.constexpr = tiles.GROUP_ROWS
@@ -347,8 +353,8 @@ def _differentiate_keys(
         place = places.place_of(digits, axes, group, RULES, True)
         digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, True)
-        own = boxes.own_ranks(NUMBER, place.first, RULES)
-        seers = masks.seers_of(own, number, reaches, axes, RULES)
+        corner = boxes.corner_of(NUMBER, place.first, RULES)
+        seers = masks.seers_of(corner, number, reaches, axes, RULES)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
         _let_go(shared, turn)
@@ -363,10 +369,10 @@ def _differentiate_keys(
         for _member in range(group):
             step = (0, 0, 0)
             box = boxes.box_of(step, reaches, axes, RULES)
-            seen = masks.sees(seers, box, RULES)
+            is_seen = masks.sees(seers, box, RULES)
             for _j in range(boxes.count_of(reaches)):
-                now = box
-                if seen:
+                this_box = box
+                if is_seen:
                     tiles.wait_full(shared.full, block)
                     q_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
                     d_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
@@ -381,10 +387,10 @@ def _differentiate_keys(
                         dv_token, dk_token = _start_keys(
                             late_weights, late_slopes, dv_acc, dk_acc, shared, before
                         )  # [GROUP_ROWS, BLOCK_D] each
-                    step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
+                    step, box, is_seen = masks.following(step, seers, reaches, corner, corner, 0, axes, RULES, False)
                     stage = block % STAGES
                     scores = warpgroup_mma_wait(3 if LATE else 1, deps=[score_token])  # [GROUP_ROWS, GROUP_ROWS]
-                    scores = masks.hidden(scores, seers, now, axes, RULES)  # [GROUP_ROWS, GROUP_ROWS]
+                    scores = masks.hidden(scores, seers, this_box, axes, RULES)  # [GROUP_ROWS, GROUP_ROWS]
                     lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [GROUP_ROWS]
                     weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])  # [GROUP_ROWS, GROUP_ROWS]
                     if not LATE:
@@ -419,31 +425,33 @@ def _differentiate_keys(
                     else:
                         tiles.wait_full(shared.full, block)
                         tiles.arrive(_free(shared, block))
-                    step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
+                    step, box, is_seen = masks.following(step, seers, reaches, corner, corner, 0, axes, RULES, False)
                 block = tiles.counted(block + 1)
         if LATE & (last >= 0):
             dv_acc, dk_acc = _late_keys(
                 late_weights, late_slopes, dv_acc, dk_acc, shared, last
             )  # [GROUP_ROWS, BLOCK_D] each
         if PADDING:
-            ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), own, RULES)
+            ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), corner, RULES)
             cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-            at = padding + cell + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
-            weighs = (gl.load(at, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[:, None]  # [GROUP_ROWS, 1]
+            padding_ptrs = padding + cell + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
+            weighs = (gl.load(padding_ptrs, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[
+                :, None
+            ]  # [GROUP_ROWS, 1]
             dk_acc, dv_acc = gl.where(weighs, dk_acc, 0.0), gl.where(weighs, dv_acc, 0.0)  # [GROUP_ROWS, BLOCK_D] each
         if IN_FLOAT:
-            _store(dk_acc * scale, dk, own, place, axes, heads // group, RULES, IN_FLOAT)
-            _store(dv_acc, dv, own, place, axes, heads // group, RULES, IN_FLOAT)
+            _store(dk_acc * scale, dk, corner, place, axes, heads // group, RULES, IN_FLOAT)
+            _store(dv_acc, dv, corner, place, axes, heads // group, RULES, IN_FLOAT)
         else:
             own_tile = 2 * buffer + NUMBER
-            boxes.send(dk_acc * scale, shared.x_tiles, own_tile, dk, own, boxes.moved(place.g, place, k_moves))
-            boxes.send(dv_acc, shared.y_tiles, own_tile, dv, own, boxes.moved(place.g, place, v_moves))
+            boxes.send(dk_acc * scale, shared.x_tiles, own_tile, dk, corner, boxes.moved(place.g, place, k_moves))
+            boxes.send(dv_acc, shared.y_tiles, own_tile, dv, corner, boxes.moved(place.g, place, v_moves))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, block):
-    """Starts the products of a box for dv and dk."""
+    """The products of a box for dv and dk, started."""
     dv_token = warpgroup_mma(
         dv_weights, tiles.tile_of_stage(shared.b_tiles, block), dv_acc, is_async=True
     )  # [GROUP_ROWS, BLOCK_D]
@@ -452,7 +460,7 @@ def _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, block):
 
 @gluon.jit
 def _late_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last):
-    """The products for dv and dk of a box, waited for."""
+    """dv and dk after the products of a box, waited for."""
     dv_token, dk_token = _start_keys(
         dv_weights, slopes, dv_acc, dk_acc, shared, tiles.counted(last)
     )  # [GROUP_ROWS, BLOCK_D] each
@@ -462,11 +470,11 @@ def _late_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last):
 
 
 @gluon.jit
-def _store(values, to, own, place, axes, kv_heads, RULES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Writes a group's rows to a dense tensor, as they are."""
-    ranks = boxes.ranks_of(gl.arange(0, values.shape[0], gl.SliceLayout(1, values.type.layout)), own, RULES)
+def _store(values, to, corner, place, axes, kv_heads, RULES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Write a group's rows to a dense tensor, in their dtype."""
+    ranks = boxes.ranks_of(gl.arange(0, values.shape[0], gl.SliceLayout(1, values.type.layout)), corner, RULES)
     column = gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]  # [1, BLOCK_D]
     row = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
     row = row + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
-    at = to + ((row * kv_heads + place.g) * HEAD_DIM)[:, None] + column  # [GROUP_ROWS, BLOCK_D]
-    gl.store(at, values, mask=boxes.is_there(ranks, axes.m)[:, None] & (column < HEAD_DIM))
+    ptrs = to + ((row * kv_heads + place.g) * HEAD_DIM)[:, None] + column  # [GROUP_ROWS, BLOCK_D]
+    gl.store(ptrs, values, mask=boxes.is_there(ranks, axes.m)[:, None] & (column < HEAD_DIM))

@@ -1,7 +1,12 @@
 """Neighbourhood attention's forward for Hopper, warp-specialised: keys are read in boxes, wherever a window begins.
 
-A program stays on its multiprocessor and takes one tile after the other: two groups of 64 queries, side by side. One
-warp copies queries and boxes of keys (`boxes`); each group multiplies the boxes that it sees (`masks`).
+A program stays on its multiprocessor and takes one tile after the other. A tile is two groups of 64 queries that are
+neighbours. One warp copies queries and boxes of keys (`boxes`). Each group multiplies the boxes that it sees (`masks`):
+
+    copying warp   q of tile | box 0 | box 1 | box 2 | ...     q of the next tile | box 0 ...
+    ring                       stage 0  stage 1  stage 2 ...   a stage is free once both groups gave it back
+    group 0                    box 0   (pass)  box 2
+    group 1                    (pass)  box 1   box 2
 """
 
 from typing import NamedTuple
@@ -13,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
 from hilbert_lib.attention.triton.hopper import boxes, masks, places, steps, tiles
 
-# How far coordinates move on a descriptor's axis of heads, from one sequence and from one residue to the next.
+# Steps along the axis of heads of a descriptor, from a sequence (b), and a residue of each axis (0, 1, 2), to the next.
 MOVES = ("qb", "q0", "q1", "q2", "kb", "k0", "k1", "k2", "vb", "v0", "v1", "v2", "ob", "o0", "o1", "o2", "eb", "fb")
 
 
 class Shared(NamedTuple):
-    """What the warps of a program share besides the ring."""
+    """Shared memory of a program besides the ring."""
 
     out_tiles: gl.shared_memory_descriptor  # [groups, *box, 1, columns]
     q_tiles: gl.shared_memory_descriptor  # [buffers * groups, *box, 1, columns]
@@ -30,7 +35,7 @@ class Shared(NamedTuple):
 def holds_queries(columns):
     """Whether a group keeps its queries in registers, and computes scores beside the last box's product with v.
 
-    That takes a multiprocessor for one program; otherwise there are two, each of which hides the waits of the other.
+    Then a multiprocessor has room for one program. Otherwise it has two, and each hides the waits of the other.
     """
     return columns == 128
 
@@ -45,14 +50,14 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and lse of tiles of 128 queries. q, k, v, the extra keys and out are descriptors (`box_descriptors`).
 
-    flag becomes 1 where a row gave NaN: it may come from a value that is not attended to and not finite, and the plain
+    flag becomes 1 where a row is NaN. A value that is not attended to and not finite may cause that. So the plain
     kernel then runs again.
     """
     dtype: gl.constexpr = q.dtype
     B0: gl.constexpr = boxes.side(RULES, 0)
     B1: gl.constexpr = boxes.side(RULES, 1)
     B2: gl.constexpr = boxes.side(RULES, 2)
-    # Of the second group. Where there are two programs, the first has what it and the copying warp leave (`forward`).
+    # Registers of the second group. With two programs, the first group has those that it and the copying warp leave.
     REGISTERS: gl.constexpr = 240 if holds_queries(BLOCK_D) else 104
     out_tiles = gl.allocate_shared_memory(dtype, [2, B0, B1, B2, 1, BLOCK_D], q.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], q.layout)
@@ -66,13 +71,13 @@ def forward_kernel(
     for buffer in gl.static_range(boxes.BUFFERS):
         mbarrier.init(q_full.index(buffer), count=1)
         mbarrier.init(q_free.index(buffer), count=2)
-    # One barrier for a box's k and v: where its scores are computed, its v is there too.
+    # One barrier serves the k and v of a box: once its scores are computed, its v is there too.
     ring, shared = tiles.Ring(k_tiles, v_tiles, full, full), Shared(out_tiles, q_tiles, q_full, q_free)
     axes = boxes.axes_of((n0, n1, n2), (d0, d1, d2), part, RULES)
     moves = (qb, q0, q1, q2), (kb, k0, k1, k2), (vb, v0, v1, v2), (eb, fb)
     out_moves = (ob, o0, o1, o2)
     sizes = (heads, group, extra, total, programs)
-    # Written out twice: a tuple that is assigned to a name loses its constants.
+    # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
             0, lse, flag, out, windows, padding, extra_padding, scale, out_moves, shared, ring, axes, sizes,
@@ -90,7 +95,7 @@ def forward_kernel(
 def _copy(
     q, k, v, extra_k, extra_v, windows, moves, shared, ring, axes, sizes, RULES: gl.constexpr, EXTRA: gl.constexpr
 ):
-    """Copies tiles of queries and boxes of keys, in the order in which the groups take them."""
+    """Copy tiles of queries and boxes of keys, in the order in which the groups take them."""
     heads, group, extra, total, programs = sizes
     q_moves, k_moves, v_moves, extra_moves = moves
     block = 0
@@ -106,16 +111,16 @@ def _copy(
             mbarrier.wait(shared.q_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         mbarrier.expect(shared.q_full.index(buffer), 2 * q.block_type.nbytes)
-        at = boxes.moved(place.h, place, q_moves)
-        first = boxes.asked(axes, RULES).first
-        boxes.fetch_tile(q, at, place, first, shared.q_full.index(buffer), shared.q_tiles, buffer, RULES)
+        q_at = boxes.moved(place.h, place, q_moves)
+        first = boxes.launch_queries(axes, RULES).first
+        boxes.fetch_tile(q, q_at, place, first, shared.q_full.index(buffer), shared.q_tiles, buffer, RULES)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         k_at, v_at = boxes.moved(place.g, place, k_moves), boxes.moved(place.g, place, v_moves)
         step = (0, 0, 0)
         for _j in range(boxes.count_of(reaches)):
-            at0, at1, at2 = boxes.box_of(step, reaches, axes, RULES).at
+            rank0, rank1, rank2 = boxes.box_of(step, reaches, axes, RULES).corner
             step = boxes.following(step, reaches, RULES)
-            _fetch(k, v, [at0, at1, at2, k_at, 0], [at0, at1, at2, v_at, 0], ring, block)
+            _fetch(k, v, [rank0, rank1, rank2, k_at, 0], [rank0, rank1, rank2, v_at, 0], ring, block)
             block += 1
         if EXTRA:
             k_at, v_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
@@ -126,7 +131,7 @@ def _copy(
 
 @gluon.jit
 def _fetch(k, v, k_at, v_at, ring, block):
-    """Copies a box of k and of v to the ring, once both groups are done with what is there."""
+    """Copy a box of k and of v to the ring, once both groups have given its stage back."""
     stage = block % ring.k_tiles.shape[0]
     if block >= ring.k_tiles.shape[0]:
         tiles.meet(steps.k_free(ring, block))
@@ -143,21 +148,37 @@ def _attend(
     BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
     EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: 64 queries of each tile against every box of keys."""
+    """One group of warps: 64 queries of each tile against every box of keys that it sees.
+
+    Arguments, by their use:
+
+        results   lse, flag, out, moves (steps of out's descriptor)
+        masks     windows, padding, extra_padding, axes
+        data      shared (tiles of queries and results), ring (boxes of keys)
+        sizes     heads, heads of a group, extra keys, tiles, programs; and the scale
+
+    A box that is seen goes through three stages. With LATE the product with v comes one box late:
+
+        box 0     scores    softmax
+        box 1               scores     p0 v0   softmax
+        box 2                                  scores    p1 v1   softmax
+        end of the tile                                          p2 v2   -> beside the first scores of the next tile
+    """
     heads, group, extra, total, programs = sizes
     ROWS: gl.constexpr = tiles.GROUP_ROWS
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
     LATE: gl.constexpr = holds_queries(BLOCK_D)  # products with v, and with them a tile's output
     number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
-    stop = boxes.asked(axes, RULES).stop
+    stop = boxes.launch_queries(axes, RULES).stop
     acc, sums, largest = steps.nothing(BLOCK_D, ROWS)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     weights = steps.as_operand(
         gl.zeros([ROWS, ROWS], gl.float32, SCORES), shared.q_tiles.dtype, BLOCK_D
     )  # [GROUP_ROWS, GROUP_ROWS]
     block = 0
     turn = 0
-    last = -1  # the box whose weights are still to be multiplied with its v
-    goal = (-masks.FAR, 0, 0, 0, 0)  # where the rows of acc go, once the next tile is begun: at first nowhere
+    last = -1  # the box whose product with v is still to come
+    # Place of the rows of acc, which are written as the next tile begins; at first there is none.
+    goal = (-masks.FAR, 0, 0, 0, 0)
     counts = places.counts_of(axes, heads, group, RULES, False)
     first_tile, stop_tile = places.tiles_of(total, programs)
     digits, ahead = places.digits_of(first_tile, counts), places.digits_of(programs, counts)
@@ -165,8 +186,8 @@ def _attend(
         place = places.place_of(digits, axes, group, RULES, False)
         digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
-        own = boxes.own_ranks(NUMBER, place.first, RULES)
-        sights = masks.sights_of(own, number, reaches, axes, RULES)
+        corner = boxes.corner_of(NUMBER, place.first, RULES)
+        sights = masks.sights_of(corner, number, reaches, axes, RULES)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.q_full.index(buffer), turn // boxes.BUFFERS & 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
@@ -175,25 +196,27 @@ def _attend(
             q_tile = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))  # [GROUP_ROWS, BLOCK_D]
             mbarrier.arrive(shared.q_free.index(buffer))
         is_first = True
-        of_grid = boxes.count_of(reaches)
-        every = of_grid + (gl.cdiv(extra, ROWS) if EXTRA else 0)
+        grid_boxes = boxes.count_of(reaches)
+        box_count = grid_boxes + (gl.cdiv(extra, ROWS) if EXTRA else 0)
         step = (0, 0, 0)
         box = boxes.box_of(step, reaches, axes, RULES)
-        seen = masks.sees_or_extra(sights, box, own, stop, 0 - of_grid, RULES, EXTRA)
-        for j in range(every):
-            now = box
-            if seen:
+        is_seen = masks.sees_or_extra(sights, box, corner, stop, 0 - grid_boxes, RULES, EXTRA)
+        for j in range(box_count):
+            this_box = box
+            if is_seen:
                 score_token = steps.start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
                 token = score_token  # [GROUP_ROWS, KEYS]
                 if LATE:
                     token = _values(weights, acc, ring, last)  # [GROUP_ROWS, BLOCK_D]
                 # While these products are computed: where the next box is, and whether it is seen.
-                step, box, seen = masks.following(step, sights, reaches, own, stop, j + 1 - of_grid, axes, RULES, EXTRA)
+                step, box, is_seen = masks.following(
+                    step, sights, reaches, corner, stop, j + 1 - grid_boxes, axes, RULES, EXTRA
+                )
                 scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])  # [GROUP_ROWS, KEYS]
                 tiles.arrive(steps.k_free(ring, block))
                 scores = masks.allowed(  # [GROUP_ROWS, KEYS]
-                    scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
-                    EXTRA_PADDING,
+                    scores, sights, this_box, place, axes, padding, extra_padding, j - grid_boxes, extra, RULES, EXTRA,
+                    PADDING, EXTRA_PADDING,
                 )  # fmt: skip
                 before, before_sums = largest, sums  # [GROUP_ROWS], [GROUP_ROWS, 4]
                 if LATE:
@@ -201,7 +224,7 @@ def _attend(
                     largest = gl.where(is_first, float("-inf"), largest)  # [GROUP_ROWS]
                     sums = gl.where(is_first, 0.0, sums)  # [GROUP_ROWS, 4]
                 new_weights, decay, largest, sums = _softmax(
-                    scores, sights, now, axes, j >= of_grid, largest, sums, scale, RULES, EXTRA
+                    scores, sights, this_box, axes, j >= grid_boxes, largest, sums, scale, RULES, EXTRA
                 )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
                 if LATE:
                     sums = tiles.held(sums, heads)  # [GROUP_ROWS, 4]
@@ -212,7 +235,7 @@ def _attend(
                     if is_first:
                         _write(NUMBER, acc, before_sums, before, goal, out, shared, lse, flag, axes, RULES)
                         acc = gl.zeros_like(acc)  # [GROUP_ROWS, BLOCK_D]
-                        goal = _goal_of(place, own, moves, axes, heads, RULES)
+                        goal = _goal_of(place, corner, moves, axes, heads, RULES)
                     else:
                         acc = steps.scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
                     is_first = False
@@ -224,7 +247,7 @@ def _attend(
                     tiles.arrive(steps.v_free(ring, block))
             else:
                 if LATE & (last >= 0) & (block - last >= ring.k_tiles.shape[0] - 1):
-                    # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
+                    # The copying warp would wait for the stage of `last`. So this box takes its place, with weights 0.
                     acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])  # [GROUP_ROWS, BLOCK_D]
                     tiles.arrive(steps.v_free(ring, last))
                     tiles.wait_full(ring.k_full, block)
@@ -233,11 +256,13 @@ def _attend(
                     last = block
                 else:
                     _pass_over(ring, block)
-                step, box, seen = masks.following(step, sights, reaches, own, stop, j + 1 - of_grid, axes, RULES, EXTRA)
+                step, box, is_seen = masks.following(
+                    step, sights, reaches, corner, stop, j + 1 - grid_boxes, axes, RULES, EXTRA
+                )
             block = tiles.counted(block + 1)
         if not LATE:
             mbarrier.arrive(shared.q_free.index(buffer))
-            goal = _goal_of(place, own, moves, axes, heads, RULES)
+            goal = _goal_of(place, corner, moves, axes, heads, RULES)
             _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
             acc, sums, largest = steps.nothing(BLOCK_D, ROWS)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if LATE:
@@ -250,13 +275,13 @@ def _attend(
 
 @gluon.jit
 def _values(weights, acc, ring, block):
-    """Starts the product of a box's weights with its v; before the first box, of zeros with anything."""
+    """The product of a box's weights with its v, started. Before the first box it is zeros times anything."""
     return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, tiles.counted(block)), acc, is_async=True)
 
 
 @gluon.jit
 def _pass_over(ring, block):
-    """Skips a box that this group does not see."""
+    """Give back a box that this group does not see."""
     tiles.wait_full(ring.k_full, block)
     tiles.arrive(steps.k_free(ring, block))
     tiles.arrive(steps.v_free(ring, block))
@@ -264,14 +289,16 @@ def _pass_over(ring, block):
 
 @gluon.jit
 def _softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
-    """`steps.softmax`, which masks the last axis where that is left to it (`masks.is_apart`)."""
+    """`steps.softmax`, with the mask of the last axis where `masks.is_apart`."""
     if masks.is_apart(RULES):
         shaped = masks.apart(scores, RULES)  # [GROUP_ROWS, KEYS // SIDE, SIDE]
-        seen = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, SIDE]
-        largest = gl.convert_layout(gl.max(shaped, 1), seen.type.layout)  # [GROUP_ROWS, SIDE]
-        largest = gl.convert_layout(gl.max(gl.where(seen, largest, float("-inf")), 1), m.type.layout)  # [GROUP_ROWS]
+        sees_cell = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, SIDE]
+        largest = gl.convert_layout(gl.max(shaped, 1), sees_cell.type.layout)  # [GROUP_ROWS, SIDE]
+        largest = gl.convert_layout(
+            gl.max(gl.where(sees_cell, largest, float("-inf")), 1), m.type.layout
+        )  # [GROUP_ROWS]
         largest, finite = steps.subtracted(largest, m, scale, True)  # [GROUP_ROWS] each
-        weights = masks.weights_apart(scores, finite, seen, scale, RULES)  # [GROUP_ROWS, KEYS]
+        weights = masks.weights_apart(scores, finite, sees_cell, scale, RULES)  # [GROUP_ROWS, KEYS]
         decay, total = steps.joined(weights, finite, m, total)  # [GROUP_ROWS], [GROUP_ROWS, 4]
     else:
         weights, decay, largest, total = steps.softmax(
@@ -281,23 +308,25 @@ def _softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.con
 
 
 @gluon.jit
-def _goal_of(place, own, moves, axes, heads, RULES: gl.constexpr):
-    """Where a group's output begins: ranks, the descriptor's axis of heads, and the row of lse."""
-    row = boxes.row_of(place.b * heads + place.h, own, place.residue, axes, RULES)
-    return own[0], own[1], own[2], boxes.moved(place.h, place, moves), row
+def _goal_of(place, corner, moves, axes, heads, RULES: gl.constexpr):
+    """Place of a group's output: ranks of its corner, coordinate on the axis of heads, and row of lse."""
+    row = boxes.row_of(place.b * heads + place.h, corner, place.residue, axes, RULES)
+    return corner[0], corner[1], corner[2], boxes.moved(place.h, place, moves), row
 
 
 @gluon.jit
 def _write(NUMBER: gl.constexpr, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES: gl.constexpr):
-    """Writes output and lse of a group's queries."""
-    own0, own1, own2, at, row = goal
+    """Write output and lse of a group's queries."""
+    rank0, rank1, rank2, head_at, row = goal
+    corner = (rank0, rank1, rank2)
     result, result_lse = steps.normalized(acc, sums, largest)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     tma.store_wait(0)  # the tile before has left
-    asked = boxes.asked(axes, RULES)
-    boxes.send(result, shared.out_tiles, NUMBER, out, boxes.within((own0, own1, own2), asked.first), at)
+    queries = boxes.launch_queries(axes, RULES)
+    boxes.send(result, shared.out_tiles, NUMBER, out, boxes.within(corner, queries.first), head_at)
     number = gl.arange(0, tiles.GROUP_ROWS, largest.type.layout)  # [GROUP_ROWS]
-    exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)  # [GROUP_ROWS]
-    row = row + boxes.cell_of(boxes.ranks_of(number, (0, 0, 0), RULES), (0, 0, 0), axes.d, asked.cells)  # [GROUP_ROWS]
+    exists = (rank0 >= 0) & boxes.is_there(boxes.ranks_of(number, corner, RULES), queries.stop)  # [GROUP_ROWS]
+    ranks = boxes.ranks_of(number, (0, 0, 0), RULES)
+    row = row + boxes.cell_of(ranks, (0, 0, 0), axes.d, queries.cells)  # [GROUP_ROWS]
     gl.store(lse + row, result_lse, mask=exists)
     total = gl.convert_layout(gl.sum(result, 1), largest.type.layout)  # [GROUP_ROWS]; NaN if one of them is
     gl.store(flag + gl.zeros_like(number), gl.zeros_like(number) + 1, mask=exists & (total != total))

@@ -1,4 +1,9 @@
-"""The tiles of a launch on a grid: how many there are, and where each lies. All kernels number them alike."""
+"""Numbers and places of the tiles of a launch on a grid. All kernels number tiles alike:
+
+    number = ((((sequence * kv_heads + g) * group + member) * tiles0 + tile0) * tiles1 + tile1) * tiles2 + tile2
+
+A program takes every `programs`-th tile. It adds `programs` to its tile digit by digit, without a division.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +13,7 @@ from hilbert_lib.attention.triton.hopper import boxes
 
 @gluon.jit
 def _tiled(axes, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
-    """The first rank of which there are tiles, and how many ranks."""
+    """First rank and number of ranks that tiles cover, along each axis."""
     if OF_KEYS or not boxes.is_part(RULES):
         return (0, 0, 0), axes.m
     else:
@@ -18,9 +23,9 @@ def _tiled(axes, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
 
 @gluon.jit
 def counts_of(axes, heads, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
-    """How many there are of what numbers a tile: tiles along each axis, the last first, then heads and KV heads.
+    """Bases of the digits of a tile's number: tiles of axes 2, 1 and 0, heads of a group, KV heads.
 
-    A tile of keys is one for all heads of its KV head.
+    A tile of keys serves all heads of its KV head: its group counts 1.
     """
     _, ranks = _tiled(axes, RULES, OF_KEYS)
     tiles0 = axes.d[0] * gl.cdiv(ranks[0], boxes.size(RULES, 0))
@@ -31,9 +36,9 @@ def counts_of(axes, heads, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
 
 @gluon.jit
 def tiles_of(total, programs):
-    """The first tile of this program, and where its tiles end: it takes every `programs`-th between.
+    """First tile and end of this program, which takes every `programs`-th tile between them.
 
-    Programs may come in several rounds, each with a run of tiles.
+    Programs may come in several rounds, and each round has a run of tiles of its own.
     """
     rounds = gl.cdiv(gl.num_programs(0), programs)
     length = gl.cdiv(gl.cdiv(total, programs), rounds) * programs
@@ -43,7 +48,7 @@ def tiles_of(total, programs):
 
 @gluon.jit
 def digits_of(number, counts):
-    """A number in digits, the lowest first, and what is left."""
+    """The digits of a number, lowest first; the last one is the sequence."""
     a = number % counts[0]
     number = number // counts[0]
     b = number % counts[1]
@@ -56,25 +61,25 @@ def digits_of(number, counts):
 
 
 @gluon.jit
-def added(one, other, counts):
-    """The digits of a sum: divisions for every tile would take as long as a box."""
-    a, more = _digit(one[0], other[0], 0, counts[0])
-    b, more = _digit(one[1], other[1], more, counts[1])
-    c, more = _digit(one[2], other[2], more, counts[2])
-    d, more = _digit(one[3], other[3], more, counts[3])
-    e, more = _digit(one[4], other[4], more, counts[4])
-    return a, b, c, d, e, one[5] + other[5] + more
+def added(digits, addend, counts):
+    """The digits of a sum. Divisions for every tile would take as long as a box."""
+    a, carry = _digit(digits[0], addend[0], 0, counts[0])
+    b, carry = _digit(digits[1], addend[1], carry, counts[1])
+    c, carry = _digit(digits[2], addend[2], carry, counts[2])
+    d, carry = _digit(digits[3], addend[3], carry, counts[3])
+    e, carry = _digit(digits[4], addend[4], carry, counts[4])
+    return a, b, c, d, e, digits[5] + addend[5] + carry
 
 
 @gluon.jit
-def _digit(one, other, more, count):
-    total = one + other + more
+def _digit(digit, addend, carry, count):
+    total = digit + addend + carry
     return gl.where(total >= count, total - count, total), gl.where(total >= count, 1, 0)
 
 
 @gluon.jit
 def place_of(digits, axes, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
-    """The tile with a number."""
+    """The tile with these digits."""
     begin, ranks = _tiled(axes, RULES, OF_KEYS)
     first0, residue0 = _first(digits[2], begin[0], ranks[0], boxes.size(RULES, 0), boxes.is_dilated(RULES))
     first1, residue1 = _first(digits[1], begin[1], ranks[1], boxes.size(RULES, 1), boxes.is_dilated(RULES))

@@ -1,8 +1,13 @@
-"""What the warp-specialised forward does with a block of keys, in two ways, by what registers allow.
+"""The work of the warp-specialised forward on a block of keys, in two ways.
 
-At head_dim 128 a program has a multiprocessor for itself: the scores of a block are computed beside the product of the
-block before with its v (`step`). At 64 there are two programs, each of which has too few registers for that: a block is
-taken in two halves whose products are waited for (`halves`), while the other program's warps compute.
+At head_dim 128 a program has a multiprocessor for itself. The scores of a block are computed beside the product of the
+block before with its v (`step`):
+
+    tensor cores   q k0            q k1, p0 v0            q k2, p1 v1            ...
+    the group            softmax 0              softmax 1              softmax 2
+
+At head_dim 64 a multiprocessor has two programs, with too few registers for that. A block is taken in two halves, and
+each product is waited for (`halves`), while the warps of the other program compute.
 """
 
 from triton.experimental import gluon
@@ -12,40 +17,40 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from hilbert_lib.attention.triton.geometry import LOG2_E
 from hilbert_lib.attention.triton.hopper import tiles
 
-# Bits by which scores may pass the maximum that is subtracted: earlier sums are scaled only where a row grows by more,
-# which after a few blocks hardly any does. Half precision holds weights of 2^8 to as many digits as those below 1; but
-# the largest weight of a row, otherwise exactly 1, is then rounded too.
+# Bits by which scores may pass the maximum that is subtracted. Earlier sums are scaled only where a row grows by more.
+# After a few blocks hardly any row does. Half precision holds weights of 2^8 to as many digits as those below 1. The
+# largest weight of a row, otherwise exactly 1, is then rounded too.
 SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
 def k_free(ring, block):
-    """Number of the barrier at which the groups say that they are done with a tile of k."""
+    """Number of the barrier at which the groups give a tile of k back."""
     return tiles.FIRST_BARRIER + block % ring.k_tiles.shape[0]
 
 
 @gluon.jit
 def v_free(ring, block):
-    """The same for v."""
+    """Number of the barrier at which the groups give a tile of v back."""
     STAGES: gl.constexpr = ring.v_tiles.shape[0]
     return tiles.FIRST_BARRIER + STAGES + block % STAGES
 
 
 @gluon.constexpr_function
 def in_halves(columns):
-    """Whether blocks of keys are taken by `halves`; otherwise by `step`."""
+    """Whether blocks of keys are taken by `halves`, and not by `step`."""
     return columns == 64
 
 
 @gluon.constexpr_function
 def keys_at_once(columns, block_n):
-    """Keys of a block whose scores a group holds at a time."""
+    """Number of keys whose scores a group holds at a time."""
     return block_n // 2 if in_halves(columns) else block_n
 
 
 @gluon.jit
 def nothing(BLOCK_D: gl.constexpr, KEYS: gl.constexpr):
-    """Products with v, sums of weights, and the maximum, before the first keys; KEYS have their scores at a time."""
+    """Products with v, sums of weights and maxima before the first keys, for scores of KEYS keys at a time."""
     SCORES: gl.constexpr = tiles.product_layout(KEYS)
     acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))  # [GROUP_ROWS, BLOCK_D]
     total = _partial_sums(gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, SCORES))  # [GROUP_ROWS, 4]
@@ -54,7 +59,7 @@ def nothing(BLOCK_D: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def pass_over(ring, block):
-    """Skips a block of keys that this group does not see."""
+    """Give back a block of keys that this group does not see."""
     tiles.wait_full(ring.k_full, block)
     tiles.arrive(k_free(ring, block))
     tiles.wait_full(ring.v_full, block)
@@ -62,14 +67,14 @@ def pass_over(ring, block):
 
 
 @gluon.jit
-def halves(acc, total, m, q_tile, ring, block, scale, seen, left, MASKED: gl.constexpr):
-    """A block of keys by halves. The group sees the first `left` keys; with MASKED a row sees the first `seen`."""
+def halves(acc, total, m, q_tile, ring, block, scale, seen_count, left, MASKED: gl.constexpr):
+    """A block of keys by halves. The group sees the first `left` keys; with MASKED a row the first `seen_count`."""
     acc, total, m = _half(
-        0, acc, total, m, q_tile, ring, block, scale, seen, MASKED
+        0, acc, total, m, q_tile, ring, block, scale, seen_count, MASKED
     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if left > tiles.rows_of(ring.k_tiles.shape) // 2:
         acc, total, m = _half(
-            1, acc, total, m, q_tile, ring, block, scale, seen, MASKED
+            1, acc, total, m, q_tile, ring, block, scale, seen_count, MASKED
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     tiles.arrive(k_free(ring, block))
     tiles.arrive(v_free(ring, block))
@@ -77,7 +82,7 @@ def halves(acc, total, m, q_tile, ring, block, scale, seen, left, MASKED: gl.con
 
 
 @gluon.jit
-def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen, MASKED: gl.constexpr):
+def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen_count, MASKED: gl.constexpr):
     """Scores, softmax and product with v of half a block, each waited for."""
     HALF: gl.constexpr = tiles.rows_of(ring.k_tiles.shape) // 2
     if NUMBER == 0:
@@ -89,7 +94,7 @@ def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen,
     )  # [GROUP_ROWS, HALF]
     scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, HALF]
     if MASKED:
-        scores = masked(scores, seen - NUMBER * HALF)  # [GROUP_ROWS, HALF]
+        scores = masked(scores, seen_count - NUMBER * HALF)  # [GROUP_ROWS, HALF]
     weights, decay, m, total = softmax(
         scores, m, total, scale, True
     )  # [GROUP_ROWS, HALF], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
@@ -104,12 +109,14 @@ def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen,
 
 
 @gluon.jit
-def step(acc, total, m, weights, q_tile, ring, block, scale, seen, queries, MASKED: gl.constexpr, WHOLE: gl.constexpr):
+def step(
+    acc, total, m, weights, q_tile, ring, block, scale, seen_count, queries, MASKED: gl.constexpr, WHOLE: gl.constexpr
+):
     """Scores and softmax of a block of keys, while the block before is multiplied with its v.
 
-    WHOLE: no block of the tile is cut off. The wait for that product then stays behind the softmax, which takes 8 %
-    less time than where the compiler puts it, and earlier sums are scaled only where a row needs it, 2 to 3 % less;
-    where blocks are cut off both take more time (reports/HISTORY.md).
+    WHOLE: no block of the tile is cut off. The wait for that product then stays behind the softmax: 8 % less time than
+    where the compiler puts it. Earlier sums are scaled only where a row needs it: 2 to 3 % less. Where blocks are cut
+    off both take more time (reports/HISTORY.md).
     """
     score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
     value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
@@ -117,7 +124,7 @@ def step(acc, total, m, weights, q_tile, ring, block, scale, seen, queries, MASK
     if not WHOLE:
         tiles.arrive(k_free(ring, block))
     if MASKED:
-        scores = masked(scores, seen)  # [GROUP_ROWS, KEYS]
+        scores = masked(scores, seen_count)  # [GROUP_ROWS, KEYS]
     new_weights, decay, m, total = softmax(
         scores, m, total, scale, WHOLE
     )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
@@ -134,7 +141,7 @@ def step(acc, total, m, weights, q_tile, ring, block, scale, seen, queries, MASK
 
 @gluon.jit
 def start_scores(q_tile, ring, block):
-    """Starts the product of queries and a block of keys, once these are there."""
+    """The product of queries and a block of keys, started once the keys are there."""
     KEYS: gl.constexpr = tiles.rows_of(ring.k_tiles.shape)
     tiles.wait_full(ring.k_full, block)
     zeros = gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, tiles.product_layout(KEYS))  # [GROUP_ROWS, KEYS]
@@ -145,7 +152,7 @@ def start_scores(q_tile, ring, block):
 
 @gluon.jit
 def scores_alone(q_tile, ring, block):
-    """Scores of a block of keys, beside no other product."""
+    """Scores of a block of keys, with no other product beside them."""
     scores = warpgroup_mma_wait(0, deps=[start_scores(q_tile, ring, block)])  # [GROUP_ROWS, KEYS]
     tiles.arrive(k_free(ring, block))
     return scores
@@ -153,38 +160,38 @@ def scores_alone(q_tile, ring, block):
 
 @gluon.jit
 def values(weights, acc, ring, block):
-    """Starts the product of a block's weights with its v, added to acc."""
+    """The product of a block's weights with its v, added to acc and started."""
     tiles.wait_full(ring.v_full, block)
     return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, block), acc, is_async=True)
 
 
 @gluon.jit
 def as_operand(weights, dtype: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Rounded weights, in the layout that the product with v takes."""
+    """Weights rounded and in the layout of an operand of the product with v."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, tiles.product_layout(BLOCK_D), 2))
 
 
 @gluon.jit
 def seen_keys(n, key, r, query, CAUSAL: gl.constexpr):
-    """How many of the n keys of a segment, at positions key, key + r, ..., each query sees."""
-    seen = gl.zeros_like(query) + n  # [GROUP_ROWS]
+    """Number of keys that each query sees, of the n keys of a segment at positions key, key + r, ..."""
+    seen_count = gl.zeros_like(query) + n  # [GROUP_ROWS]
     if CAUSAL:
-        seen = gl.minimum(seen, (query - key + r) // r)  # [GROUP_ROWS]
-    return seen
+        seen_count = gl.minimum(seen_count, (query - key + r) // r)  # [GROUP_ROWS]
+    return seen_count
 
 
 @gluon.jit
-def masked(scores, seen):
-    """-inf where a column is not below the row's number of keys."""
+def masked(scores, seen_count):
+    """Scores, -inf from column `seen_count` of a row on."""
     column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
-    return gl.where(column[None, :] < seen[:, None], scores, float("-inf"))
+    return gl.where(column[None, :] < seen_count[:, None], scores, float("-inf"))
 
 
 @gluon.jit
 def softmax(scores, m, total, scale, LAZY: gl.constexpr):
     """Weights, decay of earlier sums, the new maximum (scaled, to base 2) and the partial sums.
 
-    LAZY keeps the maximum of a row that grows by no more than SLACK, so that its earlier sums stay as well.
+    LAZY keeps the maximum of a row that grows by at most SLACK: its earlier sums then stay as they are.
     """
     largest, finite = subtracted(gl.max(scores, 1), m, scale, LAZY)  # [GROUP_ROWS] each
     weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])  # [GROUP_ROWS, columns]
@@ -194,7 +201,7 @@ def softmax(scores, m, total, scale, LAZY: gl.constexpr):
 
 @gluon.jit
 def subtracted(largest, m, scale, LAZY: gl.constexpr):
-    """The new maximum, from that of new scores, and what is subtracted from scores: 0 where there was no key yet."""
+    """The new maximum and the number subtracted from scores, which is 0 while a row has no key."""
     largest = gl.maximum(m, largest * (scale * LOG2_E))  # [GROUP_ROWS]
     if LAZY:
         largest = gl.where(largest - m > SLACK, largest, m)  # [GROUP_ROWS]; m + SLACK would round where m is large
@@ -203,16 +210,16 @@ def subtracted(largest, m, scale, LAZY: gl.constexpr):
 
 @gluon.jit
 def joined(weights, finite, m, total):
-    """Decay of earlier sums, and the partial sums."""
+    """Decay of earlier sums, and the partial sums with it."""
     # Both are rounded already: exactly 1 where they are equal. Rounding here would add up over the blocks.
     decay = gl.exp2(m - finite)  # [GROUP_ROWS]
-    own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))  # [GROUP_ROWS]
-    return decay, total * own[:, None] + _partial_sums(weights)
+    row_decay = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))  # [GROUP_ROWS]
+    return decay, total * row_decay[:, None] + _partial_sums(weights)
 
 
 @gluon.jit
 def normalized(acc, total, m):
-    """Output and lse; 0 and -inf where there are no keys."""
+    """Output and lse; 0 and -inf for a row without keys."""
     total = gl.convert_layout(gl.sum(total, 1), m.type.layout)  # [GROUP_ROWS]
     denominator = gl.where(total == 0.0, 1.0, total)  # [GROUP_ROWS]; NaN stays NaN
     lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * tiles.LN_2)  # [GROUP_ROWS]
@@ -230,7 +237,7 @@ def _partial_sums(weights):
 
 @gluon.jit
 def scaled_if_any(acc, decay):
-    """acc times the decay of its rows, skipped by a warp in which all are 1: Gluon's `if` decides for a whole group.
+    """acc times the decay of its rows. A warp whose decays are all 1 skips it; Gluon's `if` is for a whole group.
 
     A thread holds two rows, two elements of each in turn.
     """

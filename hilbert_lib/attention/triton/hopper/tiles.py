@@ -1,4 +1,4 @@
-"""What the warp-specialised kernels share: descriptors and layouts of tiles, segments, the hardware's barriers."""
+"""Descriptors and layouts of tiles, segments, and the hardware's barriers, for all warp-specialised kernels."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from hilbert_lib import internals
 from hilbert_lib.attention.triton.geometry import is_in
 
 LN_2 = gl.constexpr(0.6931471805599453)
-FIRST_BARRIER = gl.constexpr(8)  # of the hardware's barriers, by number; Triton takes those below for itself
-GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps: those of one wgmma
-# What the installed Triton calls these.
+FIRST_BARRIER = gl.constexpr(8)  # number of the first hardware barrier that is free; Triton takes those below it
+GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps, and of one wgmma
+# These have other names in other releases of Triton.
 async_load = internals.async_load()
 async_store = internals.async_store()
 async_add = internals.async_add()
@@ -24,7 +24,10 @@ reinterpret = internals.reinterpret()
 
 
 class Ring(NamedTuple):
-    """The forward's stages in shared memory, and the barriers at which they are full.
+    """The forward's stages in shared memory, and the barriers that say that they are full.
+
+        copying warp  writes stage 0 | 1 | 2 | 0 ...     waits until both groups have freed a stage
+        groups        read   stage     0 | 1 | 2 | 0     wait until a stage is full
 
     Tiles are [stages, 1, keys, 1, 1, columns], as the copy engine writes them.
     """
@@ -36,31 +39,31 @@ class Ring(NamedTuple):
 
 
 def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescriptor:
-    """The copy engine's descriptor for (rows, columns) tiles of x whose rows lie `rate` positions apart.
+    """The copy engine's descriptor for (rows, columns) tiles of x, whose rows lie `rate` positions apart.
 
     x is (batch, seq, heads, head_dim), with rows at 16-byte addresses. Columns past head_dim are filled with zeros.
     """
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(_described(tuple(x.shape), x.stride(), x.dtype, rate, rows, columns), base=x)
-    return made
+    new = object.__new__(TensorDescriptor)
+    new.__dict__.update(_described(tuple(x.shape), x.stride(), x.dtype, rate, rows, columns), base=x)
+    return new
 
 
 @lru_cache(maxsize=1024)
 def _described(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rate: int, rows: int, columns: int
 ) -> dict:
-    # All of a descriptor but the tensor. Triton checks each when it is made: the dozen of a call took a quarter of
-    # the host's time for a forward, launches apart.
+    # The attributes of a descriptor, except the tensor. Triton checks every descriptor that is made: for a forward that
+    # took a quarter of the host's time, without the launches.
     batch, length, heads, head_dim = shape
-    # The stride of an axis of length 1 may be anything, but is checked all the same.
-    whole = 16 // dtype.itemsize
+    # An axis of length 1 may have any stride, but Triton checks it all the same.
+    aligned = 16 // dtype.itemsize
     stride_b, stride_n, stride_h = (
-        whole if n == 1 and stride % whole else stride for stride, n in zip(strides[:3], shape, strict=False)
+        aligned if n == 1 and stride % aligned else stride for stride, n in zip(strides[:3], shape, strict=False)
     )
     return vars(
         TensorDescriptor(
             torch.empty(0, dtype=dtype, device="cpu"),
-            # The last length % rate rows have residues past the rate: none lies outside of x.
+            # The last length % rate rows have residues past the rate. So no row lies outside of x.
             [batch, length // rate, rate + length % rate, heads, head_dim],
             [stride_b, rate * stride_n, stride_n, stride_h, 1],
             [1, rows, 1, 1, columns],
@@ -75,7 +78,7 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 
 def element(dtype: torch.dtype) -> object:
-    """Gluon's name of a dtype."""
+    """Gluon's name for a dtype."""
     return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
 
 
@@ -87,7 +90,7 @@ def product_layout(columns):
 
 @gluon.constexpr_function
 def row_layout(columns):
-    """Layout of (64, columns) where whole rows are read or written: 16 bytes a thread."""
+    """Layout of (64, columns) for reads and writes of whole rows: 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
@@ -99,13 +102,13 @@ def shared_layout():
 
 @gluon.constexpr_function
 def rows_of(shape):
-    """Rows of a tile that the copy engine writes in five dimensions, the columns last; `shape` has the stages first."""
+    """Rows of a tile [stages, four axes of rows, columns], as the copy engine writes it."""
     return shape[1] * shape[2] * shape[3] * shape[4]
 
 
 @gluon.jit
 def tile_of_stage(tiles, block):
-    """The 2-D tile of a block among the stages, where the copy engine wrote it in five dimensions."""
+    """The tile of a block among the stages, as two axes; the copy engine wrote it as five."""
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = rows_of(tiles.shape)
     return reinterpret(tiles.index(block % STAGES), tiles.dtype, [ROWS, tiles.shape[5]], shared_layout())
@@ -113,32 +116,32 @@ def tile_of_stage(tiles, block):
 
 @gluon.jit
 def wait_full(full, block):
-    """Waits until the stage of a block is full; `full` has one barrier a stage."""
+    """Wait until the stage of a block is full; `full` has one barrier a stage."""
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
 
 
 @gluon.jit
 def counted(block):
-    """A block's number, which the compiler then knows not to be below 0: its stage is found without regard to a sign.
+    """The number of a block, not negative to the compiler: its stage then needs no care for a sign.
 
-    No program counts as far as 2^30, which would take a quarter of an hour.
+    No program counts as far as 2^30. That would take a quarter of an hour.
     """
     return block & 0x3FFFFFFF
 
 
 @gluon.jit
 def is_inside(w, r, o, first):
-    """Whether the tile is in a branch, and where its segment begins."""
+    """Whether the tile that begins at position `first` is in a branch, and the start of its segment."""
     start = first // w * w  # [8]
     return (o >= 0) & is_in(first, start, r, o), start
 
 
 @gluon.jit
 def segment_of(branches, i, first):
-    """Whether the tile is in a branch; where its segment begins; length, rate and offset.
+    """Whether the tile that begins at `first` is in branch i, and its segment's start, length, rate and offset.
 
-    branches: the tables of segment lengths and rates and of offsets, the number of KV heads, and which one it is.
+    branches: the table of segment lengths and rates, that of offsets, the number of KV heads, and the KV head.
     """
     pairs, offsets, kv_heads, g = branches
     w, r, o = gl.load(pairs + 2 * i), gl.load(pairs + 2 * i + 1), gl.load(offsets + i * kv_heads + g)
@@ -148,7 +151,7 @@ def segment_of(branches, i, first):
 
 @gluon.jit
 def segment_coordinates(position, r, n, length):
-    """Row and residue at which a descriptor of rate r finds n rows from a position on."""
+    """Row and residue in a descriptor of rate r of n rows from a position on."""
     row = position // r
     residue = position % r
     # Rows past the last multiple of r are reached through the residues past r.
@@ -158,9 +161,9 @@ def segment_coordinates(position, r, n, length):
 
 @gluon.jit
 def arrive(barrier, THREADS: gl.constexpr = 288):
-    """Arrives at one of the hardware's barriers without waiting; for THREADS see `meet`.
+    """Arrive at one of the hardware's barriers without waiting; for THREADS see `meet`.
 
-    `mbarrier.arrive` joins the four warps of the group first, which costs time in every step.
+    `mbarrier.arrive` joins the four warps of the group first. That costs time in every step.
     """
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
@@ -169,10 +172,10 @@ def arrive(barrier, THREADS: gl.constexpr = 288):
 
 @gluon.jit
 def arrive_behind(barrier, values, count, THREADS: gl.constexpr = 288):
-    """`arrive`, once `values`, exactly two a thread, are computed.
+    """Arrive once `values`, exactly two a thread, are computed.
 
-    ptxas moves a wait for products before computations that do not need them, but was not seen to move one before this.
-    count is not negative, which ptxas cannot know: its sign keeps the values out of the barrier's number.
+    ptxas moves a wait for products before computations that do not need them. It was not seen to move one before this.
+    `count` is not negative, but ptxas cannot know that: its sign keeps the values out of the barrier's number.
     """
     gl.inline_asm_elementwise(
         f"""{{
@@ -190,9 +193,9 @@ def arrive_behind(barrier, values, count, THREADS: gl.constexpr = 288):
 
 @gluon.jit
 def held(values, count):
-    """The values, of which a thread has ELEMENTS; a wait for products that is written behind them stays behind.
+    """The values unchanged. A wait for products that follows them in the source follows them in the code.
 
-    As in `arrive_behind`, count is not negative: no thread arrives anywhere.
+    `count` is not negative, as in `arrive_behind`: no thread arrives anywhere.
     """
     ELEMENTS: gl.constexpr = of_a_thread(values.shape)
     return gl.inline_asm_elementwise(
@@ -203,7 +206,7 @@ def held(values, count):
 
 @gluon.constexpr_function
 def of_a_thread(shape):
-    """Elements of a tile that each thread of a group has."""
+    """Elements of a tile in each thread of a group."""
     return shape[0] * shape[1] // 128
 
 
@@ -214,8 +217,8 @@ def _held_constraints(n):
 
 @gluon.constexpr_function
 def _held_asm(n):
-    some = range(0, n, max(1, n // 8))  # of those that are computed at different times
-    joined = " ".join(f"mov.b32 one, ${i}; or.b32 all, all, one;" for i in some)
+    sampled = range(0, n, max(1, n // 8))  # values that are computed at different times
+    joined = " ".join(f"mov.b32 one, ${i}; or.b32 all, all, one;" for i in sampled)
     return f"""{{
         .reg .b32 one, all;
         .reg .pred never;
@@ -227,9 +230,9 @@ def _held_asm(n):
 
 @gluon.jit
 def meet(barrier, THREADS: gl.constexpr = 288):
-    """Arrives at one of the hardware's barriers and waits until THREADS have: 256 are both groups, 288 a warp more.
+    """Arrive at one of the hardware's barriers and wait for THREADS: 256 are both groups, 288 a warp more.
 
-    Triton does not see it, and joins the group once more where shared memory needs that.
+    Triton does not see this. It joins the group once more where shared memory needs that.
     """
     gl.inline_asm_elementwise(
         f"bar.sync $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
