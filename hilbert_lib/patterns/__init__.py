@@ -1,8 +1,8 @@
-"""Which keys a query sees. A pattern is one idea: whatever computes, counts or sends attention asks it.
+"""Patterns: the keys that a query sees. Kernels, counts and the ring all read the same pattern.
 
-pattern        what every pattern answers
+pattern        the answers of every pattern
 dilated        LongNet's branches along a sequence
-residues       how many positions a set of branches covers
+residues       number of positions that a set of branches covers
 neighbourhood  windows on a grid of 1 to 3 axes
 blocks         neighbourhoods as kernels read them: rectangles, and blocks of a mask
 union          several patterns in one softmax

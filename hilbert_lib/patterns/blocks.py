@@ -1,6 +1,6 @@
 """Neighbourhoods as kernels read them: rectangles of queries and keys along each axis, and blocks of a mask.
 
-`axis_tiles` gives them as rectangles of queries within rectangles of keys, and `mask_blocks` the blocks of the mask for
+`axis_tiles` returns runs of queries and of the keys that they see. `mask_blocks` returns the blocks of the mask for
 cells stored in any order. Nothing holds a table of length squared.
 """
 
@@ -16,36 +16,36 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 
 WORD_BITS = 64
-CELLS_ON_CPU, CELLS_ON_GPU = 2**18, 2**22  # that hold sets of blocks at a time: within a cache, and within 130 MB
+CELLS_ON_CPU, CELLS_ON_GPU = 2**18, 2**22  # cells that hold sets of blocks at a time: in a cache, and in 130 MB
 
 
 class AxisTiles(NamedTuple):
-    """Runs of queries along one axis, and for each a run of keys that holds all that its queries see."""
+    """Runs of queries along one axis, each with a run of keys that holds all that its queries see."""
 
     queries: Tensor  # (tiles, queries) int64 cells, -1 where there is none
     keys: Tensor  # (tiles, keys) int64 cells, each once; -1 where there is none
-    seen: Tensor  # (tiles, queries, keys) bool
+    attends: Tensor  # (tiles, queries, keys) bool
 
 
 def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu", cells: range | None = None) -> AxisTiles:
-    """The queries of an axis, or only `cells` of it, up to `size` of one residue in a tile; and the keys of each tile.
+    """The tiles of an axis, or of its `cells`: up to `size` queries of one residue, and their keys.
 
     >>> axis_tiles(Axis(4, 3, 1, 1, False, "clip"), 2).keys.tolist()
     [[-1, 0, 1, 2], [1, 2, 3, -1]]
     """
     cells = range(axis.cells) if cells is None else cells
     offset = torch.arange(cells.start, cells.start + axis.dilation, device=device)[:, None, None]
-    most = -(-len(cells) // axis.dilation)
-    first = torch.arange(0, most, size, device=device)[None, :, None]
-    queries = ((first + torch.arange(min(size, most), device=device)) * axis.dilation + offset).flatten(0, 1)
-    there = queries < cells.stop
-    queries, there = queries[there[:, 0]], there[there[:, 0]]
-    own = queries.clamp(max=axis.cells - 1)
-    rank, count = axis.ranks(own)
-    start = axis.start(own)
+    longest = -(-len(cells) // axis.dilation)
+    first = torch.arange(0, longest, size, device=device)[None, :, None]
+    queries = ((first + torch.arange(min(size, longest), device=device)) * axis.dilation + offset).flatten(0, 1)
+    exists = queries < cells.stop
+    queries, exists = queries[exists[:, 0]], exists[exists[:, 0]]
+    cell = queries.clamp(max=axis.cells - 1)
+    rank, count = axis.ranks(cell)
+    start = axis.start(cell)
     end = rank + 1 if axis.is_causal else start + axis.window
-    begin = start.where(there, axis.cells).amin(1)
-    span = int((end.where(there, -axis.cells).amax(1) - begin).amax())
+    begin = start.where(exists, axis.cells).amin(1)
+    span = int((end.where(exists, -axis.cells).amax(1) - begin).amax())
     span = min(span, axis.cells // axis.dilation) if axis.edge == "wrap" else span
     ranks = begin[:, None] + torch.arange(span, device=device)
     count = count[:, :1]
@@ -53,23 +53,23 @@ def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu", cells:
     if axis.edge == "wrap":
         ranks, inside = ranks % count, torch.ones_like(inside)
     keys = (ranks * axis.dilation + queries[:, :1] % axis.dilation).where(inside, -1)
-    seen = axis.attends(own[:, :, None], keys.clamp(min=0)[:, None]) & there[:, :, None] & inside[:, None]
-    return AxisTiles(queries.where(there, -1), keys.where(seen.any(1), -1), seen)
+    attends = axis.attends(cell[:, :, None], keys.clamp(min=0)[:, None]) & exists[:, :, None] & inside[:, None]
+    return AxisTiles(queries.where(exists, -1), keys.where(attends.any(1), -1), attends)
 
 
 class Blocks(NamedTuple):
     """Blocks of an attention mask: (query blocks, key blocks) bool each."""
 
-    partial: Tensor  # some pairs of the block attend, or all of a block that the sequence does not fill
-    full: Tensor  # all do
+    partial: Tensor  # some pairs attend, or all pairs of a block that the sequence does not fill
+    full: Tensor  # all pairs attend
 
 
 def mask_blocks(
     neighbourhood: Neighbourhood, ordering: Ordering | None, *, q_block: int, kv_block: int, device: object = None
 ) -> Blocks:
-    """Which blocks of q_block by kv_block slots hold pairs that attend, when the cells are stored in an ordering?
+    """The blocks of q_block by kv_block slots that hold pairs that attend, for cells stored in an ordering.
 
-    A block that is neither partial nor full is empty. Where an edge wraps, some full ones count as partial.
+    A block that is neither partial nor full is empty. Where an edge wraps, some full blocks count as partial.
 
     >>> row = Neighbourhood((1, 4), 1)
     >>> mask_blocks(row, Ordering.linear(4), q_block=2, kv_block=2).partial.int().tolist()
@@ -89,83 +89,118 @@ def check_length(neighbourhood: Neighbourhood, ordering: Ordering | None) -> Non
         raise ValueError(f"ordering must have the length of the grid {neighbourhood.shape}, got {ordering!r}")
 
 
+# The blocks that hold a pair, `_touched_blocks`, are found by sets of key blocks. A set is a word: bit n stands for the
+# n-th of 64 key blocks. Along a row of cells, with blocks of two keys and windows of three cells:
+#
+#     cell                              0    1    2    3    4    5
+#     1. keys set the bit of a block    a    a    b    b    c    c       one box of cells for each word
+#     2. queries unite their windows    a    ab   ab   bc   bc   c       `_spread`, one axis after another
+#     3. blocks unite their queries     |  ab   |   abc   |   bc   |     words (query blocks, words)
+
+
 class _Line(NamedTuple):
-    """Along one axis, where the keys of each word of blocks lie, and where the queries that may see some of them."""
+    """A line of cells along one axis for each word: where its keys lie, and the queries that may see some of them."""
 
     axis: Axis
     low: Tensor  # (words,) the first cell of the keys
-    keys: int  # cells from there that hold them all
-    origin: Tensor  # (words,) the first cell of the queries, which go round
-    queries: int
+    keys: int  # cells from there that hold all keys
+    origin: Tensor  # (words,) the first cell of the queries, which go round the axis
+    queries: int  # cells from there that hold all queries
 
 
 def _touched_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv_block: int) -> Tensor:
-    # Sets of up to 64 key blocks are bits of a word. Each word has a box of its own around its keys, where the sets are
-    # spread along one axis after another to the queries that see them; as many words at a time as memory is meant for.
-    length, device, at_once = len(perm), perm.device, WORD_BITS * kv_block
+    # (query blocks, key blocks) bool. As many words are worked on at a time as memory is meant for.
+    device, slots_of_word = perm.device, WORD_BITS * kv_block
     cells = torch.unravel_index(perm, neighbourhood.shape)
-    lines = _lines_of_words(neighbourhood.axes, [_most(cell, at_once) for cell in cells])
-    met = True  # (words, query blocks): whether their boxes meet
-    for line, (low, high) in zip(lines, (_most(cell, q_block) for cell in cells), strict=True):
-        ahead = low - line.origin[:, None]
-        met = met & ((ahead % line.axis.cells < line.queries) | (-ahead % line.axis.cells <= high - low))
-    stored = [_in_blocks(cell, q_block) for cell in cells]
-    slot = torch.arange(length, device=device)
-    bit = torch.ones((), dtype=torch.int64, device=device) << slot % at_once // kv_block
-    words = torch.zeros(met.shape[::-1], dtype=torch.int64, device=device)
-    most = CELLS_ON_CPU if device.type == "cpu" else CELLS_ON_GPU
-    size = max(1, most // prod(line.queries for line in lines))
-    for begin in range(0, len(met), size):
-        own, keys = slice(begin, begin + size), slice(begin * at_once, (begin + size) * at_once)
-        word = slot[keys] // at_once
-        bits = torch.zeros(len(met[own]), *(line.keys for line in lines), dtype=torch.int64, device=device)
-        place = (cell[keys] - line.low[word] for cell, line in zip(cells, lines, strict=True))
-        bits[word - begin, *place] = bit[keys]
+    lines = _lines_of_words(neighbourhood.axes, [_bounds(cell, slots_of_word) for cell in cells])
+    reached = _reached(lines, [_bounds(cell, q_block) for cell in cells])
+    q_cells = [_in_blocks(cell, q_block) for cell in cells]
+    words = torch.zeros(reached.shape[::-1], dtype=torch.int64, device=device)
+    cells_at_once = CELLS_ON_CPU if device.type == "cpu" else CELLS_ON_GPU
+    words_at_once = max(1, cells_at_once // prod(line.queries for line in lines))
+    for begin in range(0, len(reached), words_at_once):
+        batch = slice(begin, begin + words_at_once)
+        bits = _bits_of_keys(cells, lines, batch, kv_block)
         for n, line in enumerate(lines):
-            bits = _spread(bits, n + 1, line, own)
-        for pairs in met[own].nonzero().split(max(1, most // q_block)):
+            bits = _spread(bits, n + 1, line, batch)
+        for pairs in reached[batch].nonzero().split(max(1, cells_at_once // q_block)):
             word, block = pairs.T
-            at, inside = word[:, None], True
-            for cell, line in zip(stored, lines, strict=True):
-                ahead = (cell[block] - line.origin[begin + word, None]) % line.axis.cells
-                at, inside = at * line.queries + ahead, (ahead < line.queries) & inside
-            words[block, begin + word] = _union(bits.flatten()[at.where(inside, 0)].where(inside, 0))
+            place, inside = _places(lines, [cell[block] for cell in q_cells], word, begin)
+            words[block, begin + word] = _union(bits.flatten()[place.where(inside, 0)].where(inside, 0))
     octets = words.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)  # lowest first
-    return (octets & 1).flatten(1)[:, : -(-length // kv_block)].view(torch.bool)
+    return (octets & 1).flatten(1)[:, : -(-len(perm) // kv_block)].view(torch.bool)
 
 
 def _lines_of_words(axes: tuple[Axis, ...], bounds: list[tuple[Tensor, Tensor]]) -> list[_Line]:
-    # bounds: the least and the largest cell of each word.
+    # bounds: for each axis the least and the largest cell of each word.
     extents = torch.stack([(high - low).amax() for low, high in bounds]).tolist()
-    found = []
+    lines = []
     for axis, (low, _), extent in zip(axes, bounds, extents, strict=True):
-        far = (axis.window - 1) * axis.dilation  # a window holds its cell
-        found.append(_Line(axis, low, extent + 1, low - far, min(axis.cells, extent + 1 + 2 * far)))
-    return found
+        far = (axis.window - 1) * axis.dilation  # a window holds its own cell
+        lines.append(_Line(axis, low, extent + 1, low - far, min(axis.cells, extent + 1 + 2 * far)))
+    return lines
 
 
-def _spread(bits: Tensor, n: int, line: _Line, own: slice) -> Tensor:
-    # For each query of some words, along axis n, the union over its window: two ranges of `width` keys cover it. A
-    # window may leave the axis, where there are no keys.
+def _reached(lines: list[_Line], bounds: list[tuple[Tensor, Tensor]]) -> Tensor:
+    # (words, query blocks) bool: whether the queries of a word may lie in the block. bounds: of each query block.
+    reached = True
+    for line, (low, high) in zip(lines, bounds, strict=True):
+        ahead = low - line.origin[:, None]
+        reached = reached & ((ahead % line.axis.cells < line.queries) | (-ahead % line.axis.cells <= high - low))
+    return reached
+
+
+def _bits_of_keys(cells: tuple[Tensor, ...], lines: list[_Line], batch: slice, kv_block: int) -> Tensor:
+    # (words, *boxes of keys) int64: for each key of some words the bit of its block.
+    device, slots_of_word = cells[0].device, WORD_BITS * kv_block
+    slot = torch.arange(len(cells[0]), device=device)[batch.start * slots_of_word : batch.stop * slots_of_word]
+    word = slot // slots_of_word
+    words = len(lines[0].low[batch])
+    bits = torch.zeros(words, *(line.keys for line in lines), dtype=torch.int64, device=device)
+    box_cell = (cell[slot] - line.low[word] for cell, line in zip(cells, lines, strict=True))
+    block = slot % slots_of_word // kv_block
+    bits[word - batch.start, *box_cell] = torch.ones((), dtype=torch.int64, device=device) << block
+    return bits
+
+
+def _places(lines: list[_Line], cells: list[Tensor], word: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+    # The places of queries in the boxes of queries of their words, flattened, and whether they lie inside.
+    place, inside = word[:, None], True
+    for cell, line in zip(cells, lines, strict=True):
+        ahead = (cell - line.origin[begin + word, None]) % line.axis.cells
+        place, inside = place * line.queries + ahead, (ahead < line.queries) & inside
+    return place, inside
+
+
+def _spread(bits: Tensor, n: int, line: _Line, batch: slice) -> Tensor:
+    # For each query of some words, along axis n, the union over its window. Two ranges of `width` keys, a power of two
+    # or the whole window, cover a window:
+    #
+    #     window    [first ............. first + length - 1]
+    #     ranges    [--- width ---]
+    #                        [--- width ---]
+    #
+    # A window may leave the axis, where there are no keys.
     axis, far = line.axis, line.axis.window * line.axis.dilation
-    cell = (line.origin[own, None] + torch.arange(line.queries, device=bits.device)) % axis.cells
-    (rank, _), first, seen, least = axis.ranks(cell), axis.start(cell), torch.full_like(cell, axis.window), axis.window
+    cell = (line.origin[batch, None] + torch.arange(line.queries, device=bits.device)) % axis.cells
+    (rank, _), first = axis.ranks(cell), axis.start(cell)
+    length, shortest = torch.full_like(cell, axis.window), axis.window
     if axis.is_causal:
-        first = torch.minimum(first, rank + 1 - seen).where(first == 0, first)
-        seen, least = rank + 1 - first, axis.window + 1 - axis.stride
-    first = first * axis.dilation + cell % axis.dilation - line.low[own, None] + far
+        first = torch.minimum(first, rank + 1 - length).where(first == 0, first)
+        length, shortest = rank + 1 - first, axis.window + 1 - axis.stride
+    first = first * axis.dilation + cell % axis.dilation - line.low[batch, None] + far
     bits = torch.nn.functional.pad(bits, (0, 0) * (bits.dim() - 1 - n) + (far, far))
     shape, union, width = [*bits.shape[:n], line.queries, *bits.shape[n + 1 :]], None, 1
-    as_bits = (len(cell), *[1] * (n - 1), -1, *[1] * (bits.dim() - 1 - n))
+    along_n = (len(cell), *[1] * (n - 1), -1, *[1] * (bits.dim() - 1 - n))
     while True:
         step = min(width, axis.window - width)
-        if not step or width + step > least:
-            begins = (first, first + (seen - width) * axis.dilation) if step else (first,)
+        if not step or width + step > shortest:
+            begins = [first, first + (length - width) * axis.dilation] if step else [first]
             if axis.edge == "wrap":
-                begins = [at + turn for at in begins for turn in (-axis.cells, 0, axis.cells)]
-            begins = (at.clamp(0, bits.shape[n] - 1).view(as_bits).expand(shape) for at in begins)
-            found = reduce(torch.bitwise_or, (bits.gather(n, at) for at in begins))
-            union = found if union is None else found.where((seen >= width).view(as_bits), union)
+                begins = [begin + turn for begin in begins for turn in (-axis.cells, 0, axis.cells)]
+            index = (begin.clamp(0, bits.shape[n] - 1).view(along_n).expand(shape) for begin in begins)
+            covered = reduce(torch.bitwise_or, (bits.gather(n, begin) for begin in index))
+            union = covered if union is None else covered.where((length >= width).view(along_n), union)
         if not step:
             return union
         left = bits.shape[n] - step * axis.dilation
@@ -174,7 +209,7 @@ def _spread(bits: Tensor, n: int, line: _Line, own: slice) -> Tensor:
 
 
 def _union(bits: Tensor) -> Tensor:
-    # Along the second axis.
+    # The union along the second axis.
     while (left := bits.shape[1]) > 1:
         half = (left + 1) // 2
         bits = bits[:, :half] | bits[:, left - half :]
@@ -182,32 +217,32 @@ def _union(bits: Tensor) -> Tensor:
 
 
 def _full_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv_block: int) -> Tensor:
-    # The windows of a query block have a rectangle in common, and a block of keys is full that lies inside of it.
+    # A block is full where its keys lie in the rectangle that all windows of its queries have in common.
     length = len(perm)
     full = torch.ones(-(-length // q_block), -(-length // kv_block), dtype=torch.bool, device=perm.device)
     for axis, cell in zip(neighbourhood.axes, torch.unravel_index(perm, neighbourhood.shape), strict=True):
         line = torch.arange(axis.cells, device=perm.device)
         (rank, count), start = axis.ranks(line), axis.start(line)
         end = rank + 1 if axis.is_causal else start + axis.window
-        if axis.edge == "wrap":  # only windows that do not go round
+        if axis.edge == "wrap":  # only windows that do not go round count
             round_ = (start < 0) | (end > count)
             start, end = start.where(~round_, axis.cells), end.where(~round_, -1)
-        low, high = _most(start.int()[cell], q_block)[1], _most(end.int()[cell], q_block)[0]
-        key_low, key_high = _most(rank.int()[cell], kv_block)
-        if length % q_block:  # what the cells do not fill is not full
+        low, high = _bounds(start.int()[cell], q_block)[1], _bounds(end.int()[cell], q_block)[0]
+        key_low, key_high = _bounds(rank.int()[cell], kv_block)
+        if length % q_block:  # a block that the cells do not fill is not full
             high[-1] = -1
         if length % kv_block:
-            key_high[-1] = axis.cells + axis.window  # past the end of every window, clipped ones too
+            key_high[-1] = axis.cells + axis.window  # past the end of every window
         full &= low[:, None] <= key_low
         full &= key_high < high[:, None]
         if axis.dilation > 1:
-            (q_low, q_high), (k_low, k_high) = (_most(cell % axis.dilation, size) for size in (q_block, kv_block))
+            (q_low, q_high), (k_low, k_high) = (_bounds(cell % axis.dilation, size) for size in (q_block, kv_block))
             full &= (q_low == q_high)[:, None] & (k_low == k_high) & (q_low[:, None] == k_low)
     return full
 
 
-def _most(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    # The least and the largest value of each block.
+def _bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    # The least and the largest value of each block: two (blocks,) tensors.
     return _in_blocks(values, block).aminmax(dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
+"""Dilated attention: the keys that a query sees, and the work of a call. No tensors of data here."""
 
 from bisect import bisect
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
 PADDING_RULES = ("none", "zeros")
 LARGEST = 2**63 - 1  # torch's operators take no larger integer
-MOST_BRANCHES = 1024  # of a row that is made by a rule
-FLOP_FORWARD, FLOP_BACKWARD = 4, 10  # of a pair and an element of head_dim: two and five matrix products
+MOST_BRANCHES = 1024  # branches of a row that a rule makes
+FLOP_FORWARD, FLOP_BACKWARD = 4, 10  # FLOP of a pair and an element of head_dim: two and five matrix products
 
 
 @dataclass(frozen=True)
 class Work:
-    """Useful work of one call, counted exactly: a row that a branch uses is read once, a result written once."""
+    """Useful work of one call, exactly: a row that a branch uses is read once, and a result is written once."""
 
     pairs: int  # (query, key), over all batches and query heads; a key seen through two branches counts twice
     flop_forward: int  # FLOP_FORWARD * pairs * head_dim
-    flop_backward: int  # likewise
+    flop_backward: int  # FLOP_BACKWARD * pairs * head_dim
     bytes_forward: int  # used rows of q, k and v; all of out and lse
     bytes_backward: int  # used rows of q, k, v, out, dout and lse; all of dq, dk and dv
 
@@ -92,7 +92,7 @@ class DilatedPattern(Pattern):
     ) -> Self:
         """Segment lengths in a geometric row, rounded down, and rates 1, rate_ratio, rate_ratio^2, ...
 
-        By default the row of Prov-GigaPath's slide encoder, whose rules are offsets="head_block" and padding="zeros".
+        The default is the row of Prov-GigaPath's slide encoder; its rules are offsets="head_block" and padding="zeros".
         There are at least two branches. first, last: the smallest and the largest length. rules: offsets and so on.
 
         >>> DilatedPattern.geometric().branches
@@ -101,7 +101,7 @@ class DilatedPattern(Pattern):
         first, steps = integer("first", first, least=1), integer("branches", branches, least=2, most=MOST_BRANCHES) - 1
         last, ratio = integer("last", last, least=first, most=LARGEST - 1), integer("rate_ratio", rate_ratio, least=1)
         products = (first ** (steps - i) * last**i for i in range(steps + 1))  # of which a length is the root
-        lengths = (bisect(range(last + 1), each, key=lambda w: w**steps) - 1 for each in products)
+        lengths = (bisect(range(last + 1), product, key=lambda w: w**steps) - 1 for product in products)
         return cls(tuple(lengths), tuple(ratio**i for i in range(steps + 1)), **rules)
 
     @classmethod
@@ -111,8 +111,8 @@ class DilatedPattern(Pattern):
     ) -> tuple[Self, Work]:  # fmt: skip
         """A geometric row up to the whole length whose forward takes at most `flop`, and its `work` on one sequence.
 
-        Of the rate ratios 2, 4, 8, ... the smallest is taken that leaves the first branch an even share of the FLOP;
-        then the first segment is made as long as all FLOP allow. ValueError where no row is cheap enough.
+        The rate ratio is the smallest of 2, 4, 8, ... that leaves the first branch an even share of the FLOP. Then the
+        first segment is as long as all FLOP allow. ValueError where no row is cheap enough.
 
         flop: most of `Work.flop_forward`, above 0. branches: at least 2. rules: offsets and so on. The rest: as `work`.
 
@@ -169,8 +169,8 @@ class DilatedPattern(Pattern):
     def offset(self, branch: int, kv_head: int, kv_heads: int) -> int:
         """The residue that a KV head takes inside the segments of a branch.
 
-        Like every method here it raises TypeError or ValueError if a branch, head, position or size is no integer or
-        out of range. Positions in a tensor are not looked at.
+        TypeError or ValueError if a branch, head, position or size is no integer or out of range, as in every method
+        here. Positions in a tensor are not checked.
 
         >>> [DilatedPattern((8,), (4,), offsets="head_block").offset(0, g, 6) for g in range(6)]
         [0, 0, 1, 1, 2, 2]
@@ -185,7 +185,7 @@ class DilatedPattern(Pattern):
         return branch % rate if self.offsets == "branch" else 0
 
     def head_branches(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
-        """The branches that a KV head uses: all of them, or its group's one.
+        """The branches that a KV head uses: all branches, or that of its group.
 
         >>> [DilatedPattern((4, 8), (1, 2), mixing="head_groups").head_branches(g, 3) for g in range(3)]
         [(0,), (0,), (1,)]
@@ -199,7 +199,7 @@ class DilatedPattern(Pattern):
         return (max(kv_head // (size + 1), (kv_head - larger) // size),)
 
     def branch_heads(self, branch: int, kv_heads: int) -> tuple[int, ...]:
-        """The KV heads that use a branch: all, or the branch's group."""
+        """The KV heads that use a branch: all heads, or the branch's group."""
         branch = self._branch(branch)
         return tuple(g for g in range(self.check_heads(kv_heads)) if branch in self.head_branches(g, kv_heads))
 
@@ -216,7 +216,7 @@ class DilatedPattern(Pattern):
         return integer("branch", branch, least=0, most=len(self.branches) - 1)
 
     def offset_heads(self, branch: int, kv_heads: int) -> dict[int, slice]:
-        """The KV heads of a branch by their offset, each set as a slice: heads that one strided view can hold.
+        """offset -> KV heads of a branch with it, as a slice, which one strided view can hold.
 
         >>> DilatedPattern((8,), (2,)).offset_heads(0, kv_heads=5)
         {0: slice(0, 5, 2), 1: slice(1, 4, 2)}
@@ -236,9 +236,9 @@ class DilatedPattern(Pattern):
     def mask(
         self, branch: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
     ) -> Tensor:
-        """Which pairs of positions attend through one branch: (nq, nk) bool of queries (nq,) and keys (nk,) int64.
+        """Whether each pair of positions attends through a branch: (nq, nk) bool of queries (nq,) and keys (nk,) int64.
 
-        All are False if the head does not use the branch. With is_causal no key after its query attends.
+        All are False if the head does not use the branch. With is_causal no query attends to a later key.
 
         >>> p = torch.arange(4)
         >>> DilatedPattern((4,), (2,)).mask(0, p, p, kv_head=0, kv_heads=1).int().tolist()
@@ -255,26 +255,26 @@ class DilatedPattern(Pattern):
         return inside
 
     def masks(self, queries: Tensor, keys: Tensor, **options) -> Tensor:
-        """`mask` of every branch, which takes the options: (branches, nq, nk) bool."""
+        """`mask` of every branch: (branches, nq, nk) bool. Options are those of `mask`."""
         return torch.stack([self.mask(i, queries, keys, **options) for i in range(len(self.branches))])
 
     def keys(self, position: int, *, kv_head: int, kv_heads: int, length: int, is_causal: bool = False) -> Tensor:
         """The keys that the query at a position below length sees: (keys,) int64, sorted, empty if it is in no branch.
 
-        A key found through two branches stands twice. With is_causal keys after the query are left out.
+        A key of two branches stands twice. With is_causal keys after the query are left out.
         """
         length = integer("length", length, least=1, most=LARGEST)
         position = integer("position", position, least=0, most=length - 1)
-        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        keys_by_branch = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for w, r, offset in self._used_branches(kv_head, kv_heads):
             first = position // w * w
             if (position - first) % r == offset:
                 end = min(first + w, position + 1 if is_causal else length, length)
-                found.append(torch.arange(first + offset, end, r, device="cpu"))
-        return torch.cat(found).sort().values
+                keys_by_branch.append(torch.arange(first + offset, end, r, device="cpu"))
+        return torch.cat(keys_by_branch).sort().values
 
     def covered(self, length: int, kv_head: int, kv_heads: int) -> int:
-        """How many positions are in at least one branch of a KV head.
+        """Number of positions in at least one branch of a KV head.
 
         >>> DilatedPattern((4, 8), (2, 4)).covered(10**9, kv_head=0, kv_heads=1)
         500000000
@@ -307,14 +307,14 @@ class DilatedPattern(Pattern):
         return heads // kv_heads * total
 
     def _branch_pairs(self, branch: int, length: int, kv_heads: int, is_causal: bool, end: int) -> int:
-        # Of queries before the position `end`.
+        # Pairs of the queries before position `end`.
         w, r = self.branches[branch]
         total = 0
         for o, group in self.offset_heads(branch, kv_heads).items():
             for segments, size, keys in ((end // w, w, w), (1, end % w, min(w, length - end // w * w))):
                 n = rows_in_segment(size, r, o)
-                seen = n * (n + 1) // 2 if is_causal else n * rows_in_segment(keys, r, o)
-                total += len(range(kv_heads)[group]) * segments * seen
+                pairs = n * (n + 1) // 2 if is_causal else n * rows_in_segment(keys, r, o)
+                total += len(range(kv_heads)[group]) * segments * pairs
         return total
 
     def work(
@@ -354,11 +354,11 @@ class DilatedPattern(Pattern):
         )
 
     def describe(self, length: int | None = None, *, heads: int | None = None, kv_heads: int | None = None) -> str:
-        """The branches as a table: keys a query sees in each, and, for a length, segments, tail and share of the pairs.
+        """The branches as a table: keys that a query sees, and, for a length, segments, tail and share of the pairs.
 
-        Keys are those of a whole segment (of the sequence, where it is shorter) for a head with the branch's smallest
-        offset; the tail is the length of a last segment that is shorter than the others. There are as many KV heads as
-        heads by default, and 1, or one a branch for "head_groups".
+        Keys are those of a whole segment, or of a shorter sequence, for a head with the branch's smallest offset. The
+        tail is the length of a last segment that is shorter than the others. By default there are as many KV heads as
+        heads, and 1 head, or one a branch for "head_groups".
 
         >>> print(DilatedPattern((4, 8), (1, 2)).describe(16, heads=2))
         offsets='head', mixing='softmax'

@@ -1,7 +1,7 @@
-"""Which keys a cell of a grid attends to in neighbourhood attention, in one, two or three dimensions.
+"""Neighbourhood attention: the keys that a cell of a grid attends to, in one, two or three dimensions.
 
-Everything about a window is a product over the axes of the grid, so `Axis` holds the rules and `Neighbourhood` joins
-them. Nothing holds a table of length squared.
+A window is a product over the axes of the grid. `Axis` has the rules of one axis, and `Neighbourhood` joins them.
+Nothing holds a table of length squared.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from hilbert_lib import checks
 from hilbert_lib.patterns.pattern import Pattern, Specification
 
 EDGES = ("shift", "clip", "wrap")
-# The arguments of `attend` that patterns on grids take besides those of every kind.
+# Arguments of `attend` that patterns on grids take besides those of every kind.
 ON_GRIDS = frozenset(("ordering", "extra_k", "extra_v", "extra_padding_mask"))
 
 
@@ -23,9 +23,9 @@ ON_GRIDS = frozenset(("ordering", "extra_k", "extra_v", "extra_padding_mask"))
 class Axis:
     """One axis of a `Neighbourhood`. All rules act on the sub-axis of the cells that share cell % dilation.
 
-    There cell x has the rank i = x // dilation, of m. Where not causal, the queries of a group of `stride` see the same
-    keys, `window` of them around the group's middle, and causal ones the last `window` up to the group's end, but none
-    past themselves.
+    Cell x has rank i = x // dilation there, of m ranks. `stride` neighbouring queries are a group, which shares a
+    window of `window` keys around its middle. On a causal axis the window ends at the group's last query, and a query
+    leaves out the keys past itself.
     """
 
     cells: int
@@ -36,11 +36,11 @@ class Axis:
     edge: str
 
     def ranks(self, cell: Tensor) -> tuple[Tensor, Tensor]:
-        """Rank of each cell on its sub-axis, and how many cells that has."""
+        """Rank of each cell on its sub-axis, and number of cells of that sub-axis."""
         return cell // self.dilation, (self.cells - cell % self.dilation + self.dilation - 1) // self.dilation
 
     def start(self, cell: Tensor) -> Tensor:
-        """The rank at which each cell's window begins; below 0 where it is clipped or goes round."""
+        """First rank of each cell's window; below 0 where the window is clipped or goes round."""
         rank, count = self.ranks(cell)
         group = rank // self.stride * self.stride
         if self.is_causal:
@@ -54,11 +54,11 @@ class Axis:
         ahead = key_rank - self.start(query)
         if self.edge == "wrap":
             ahead = ahead % count
-        seen = (ahead >= 0) & (ahead < self.window) & (query % self.dilation == key % self.dilation)
-        return seen & (key_rank <= rank) if self.is_causal else seen
+        in_window = (ahead >= 0) & (ahead < self.window) & (query % self.dilation == key % self.dilation)
+        return in_window & (key_rank <= rank) if self.is_causal else in_window
 
     def pairs(self, queries: slice = slice(None)) -> int:
-        """Pairs of a query, of all or of some neighbouring ones, and a key that attend."""
+        """Number of pairs of a query and a key that attend, of all queries or of a slice of them."""
         cell = torch.arange(self.cells, device="cpu")[queries]
         if not self.is_causal and self.edge != "clip":
             return len(cell) * self.window
@@ -110,19 +110,19 @@ class Neighbourhood(Pattern):
         shape = checks.countable("shape", checks.integers("shape", shape, least=1))
         if len(shape) > 3:
             raise ValueError(f"shape must have 1 to 3 sides, got {shape}")
-        made = {"shape": shape}
+        values_by_name = {"shape": shape}
         for name in ("window", "dilation", "stride", "is_causal", "edge"):
-            made[name] = _by_axis(name, getattr(self, name), len(shape))
-        for name, value in made.items():
+            values_by_name[name] = _by_axis(name, getattr(self, name), len(shape))
+        for name, value in values_by_name.items():
             object.__setattr__(self, name, value)
-        axes = tuple(Axis(*values) for values in zip(*made.values(), strict=True))
+        axes = tuple(Axis(*values) for values in zip(*values_by_name.values(), strict=True))
         for n, axis in enumerate(axes):
             _check_axis(n, axis)
         object.__setattr__(self, "axes", axes)  # the rules along each axis
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that attend."""
+        """Number of pairs of a query and a key that attend."""
         return prod(axis.pairs() for axis in self.axes)
 
     def coordinates(self, positions: Tensor) -> Tensor:
@@ -143,9 +143,9 @@ class Neighbourhood(Pattern):
     def keys(self, position: int) -> Tensor:
         """The positions that a query attends to: (n,) int64, ascending.
 
-        Like `queries` it raises TypeError or ValueError if the position is no integer or not on the grid.
+        TypeError or ValueError if the position is no integer or not on the grid; `queries` raises the same.
         """
-        return self._positions([axis.attends(own, cells) for axis, own, cells in self._lines(position)])
+        return self._positions([axis.attends(cell, cells) for axis, cell, cells in self._lines(position)])
 
     def queries(self, position: int) -> Tensor:
         """The positions that attend to a key: (n,) int64, ascending.
@@ -153,16 +153,17 @@ class Neighbourhood(Pattern):
         >>> Neighbourhood((2, 4), 2).queries(0).tolist()
         [0, 1, 4, 5]
         """
-        return self._positions([axis.attends(cells, own) for axis, own, cells in self._lines(position)])
+        return self._positions([axis.attends(cells, cell) for axis, cell, cells in self._lines(position)])
 
     def _lines(self, position: int) -> list[tuple[Axis, Tensor, Tensor]]:
-        # `coordinates` does not refuse a position off the grid.
+        # Each axis, the position's cell along it, and all cells of it. `coordinates` takes positions off the grid too.
         position = checks.integer("position", position, least=0, most=self.length - 1)
         cell = self.coordinates(torch.tensor(position, device="cpu"))
-        return [(axis, own, torch.arange(axis.cells, device="cpu")) for axis, own in zip(self.axes, cell, strict=True)]
+        cells = zip(self.axes, cell, strict=True)
+        return [(axis, place, torch.arange(axis.cells, device="cpu")) for axis, place in cells]
 
     def _positions(self, lines: list[Tensor]) -> Tensor:
-        # Of the cells that are inside along every axis.
+        # Positions of the cells that are inside along every axis.
         inside = torch.zeros(1, dtype=torch.int64, device="cpu")
         for line in lines:
             inside = (inside[:, None] * len(line) + line.nonzero()[:, 0]).flatten()
@@ -191,10 +192,10 @@ class HeadNeighbourhoods(Pattern):
     """A `Neighbourhood` for each KV head; they differ in window alone.
 
     Args:
-        by_head: one for each KV head.
+        by_head: a Neighbourhood for each KV head.
 
     Raises:
-        TypeError, ValueError: where by_head holds something else, nothing, or ones that differ in more than window.
+        TypeError, ValueError: if by_head holds anything else, is empty, or its members differ in more than window.
 
     >>> near = HeadNeighbourhoods((Neighbourhood((4,), 1), Neighbourhood((4,), 3)))
     >>> near.mask(0, torch.arange(1), torch.arange(4), kv_head=1, kv_heads=2).int().tolist()
@@ -228,12 +229,12 @@ class HeadNeighbourhoods(Pattern):
         return self.by_head[0].shape
 
     def of_any_heads(self) -> Pattern:
-        """The neighbourhood of every KV head, where it is one."""
+        """The neighbourhood of every KV head where all are equal, else the pattern itself."""
         first = self.by_head[0]
         return first if all(near == first for near in self.by_head) else self
 
     def of_heads(self, kv_heads: int) -> Self:
-        """The pattern itself; ValueError where it is not of so many KV heads."""
+        """The pattern itself; ValueError where it has another number of KV heads."""
         if len(self.by_head) != kv_heads:
             raise ValueError(
                 f"neighbourhood must hold one for each of the {kv_heads} KV heads, got {len(self.by_head)}"
@@ -243,34 +244,34 @@ class HeadNeighbourhoods(Pattern):
     def mask(
         self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
     ) -> Tensor:
-        """Which pairs of cells attend: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
+        """Whether each pair of cells attends: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
         return self.by_head[kv_head].attends(queries[:, None], keys)
 
     @property
     def specification(self) -> Specification:
         """The pattern as words and integers."""
         words, rules = self.by_head[0].specification
-        windows = [side for near in self.by_head for side in near.window]
+        windows = [size for near in self.by_head for size in near.window]
         return words.replace("neighbourhood", "neighbourhoods", 1), (*rules, *windows)
 
     @classmethod
     def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
         axes = len(words[0].split(","))
         first, windows = Neighbourhood._of_words(words, numbers[: 5 * axes]), numbers[5 * axes :]
-        each = [tuple(windows[n : n + axes]) for n in range(0, len(windows), axes)]
-        return cls(tuple(replace(first, window=window) for window in each))
+        windows_by_head = [tuple(windows[n : n + axes]) for n in range(0, len(windows), axes)]
+        return cls(tuple(replace(first, window=window) for window in windows_by_head))
 
 
 def _by_axis(name: str, value: object, axes: int) -> tuple:
     values = tuple(value) if checks.is_listed(value) else (value,) * axes
     if len(values) != axes:
         raise ValueError(f"{name} must be one value or one for each of the {axes} axes, got {value!r}")
-    each = [f"{name}[{n}]" if checks.is_listed(value) else name for n in range(axes)]
+    places = [f"{name}[{n}]" if checks.is_listed(value) else name for n in range(axes)]
     if name == "is_causal":
-        return tuple(map(checks.boolean, each, values))
+        return tuple(map(checks.boolean, places, values))
     if name == "edge":
-        return tuple(checks.one_of(where, one, EDGES) for where, one in zip(each, values, strict=True))
-    return tuple(checks.integer(where, one, least=1) for where, one in zip(each, values, strict=True))
+        return tuple(checks.one_of(where, x, EDGES) for where, x in zip(places, values, strict=True))
+    return tuple(checks.integer(where, x, least=1) for where, x in zip(places, values, strict=True))
 
 
 def _check_axis(n: int, axis: Axis) -> None:

@@ -1,4 +1,4 @@
-"""What every pattern answers: which keys each query sees, through which parts, and itself as plain numbers."""
+"""The answers of every pattern: the keys of each query, the parts that hold them, and the pattern as plain numbers."""
 
 import operator
 from dataclasses import fields, is_dataclass
@@ -9,37 +9,37 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-COUNTED_AT_ONCE = 2**24  # pairs
-SEPARATORS = frozenset(" ,|")  # of words in a specification
-KINDS: dict[str, type["Pattern"]] = {}  # patterns by their word in a specification
+COUNTED_AT_ONCE = 2**24  # pairs of one mask
+SEPARATORS = frozenset(" ,|")  # characters between the words of a specification
+KINDS: dict[str, type["Pattern"]] = {}  # kind, the first word of a specification -> class of the pattern
 Specification = tuple[str, tuple[int, ...]]  # a pattern as the operators take it: words, and integers
 
 
 class Pattern:
-    """Which keys each query sees; a frozen dataclass, so that it is the key of caches.
+    """The keys that each query sees. A pattern is a frozen dataclass, the key of caches.
 
-    A subclass gives `kind` and `attends`, or `mask` where a query sees keys through several parts. Keys of all parts of
-    a head are softmaxed together; a key that two parts hold counts twice.
+    A subclass has a `kind` and a method `attends`, or `mask` where a query sees keys through several parts. Keys of all
+    parts of a head share one softmax. A key that two parts hold counts twice.
     """
 
-    kind: ClassVar[str]  # its word in a specification
-    # The arguments of `attend` that this kind takes besides those of every kind.
+    kind: ClassVar[str]  # the first word of its specification
+    # Arguments of `attend` that this kind takes besides those of every kind.
     options: ClassVar[frozenset[str]] = frozenset()
-    function: ClassVar[str] = "attend"  # which users call with it, as errors name it
-    noun: ClassVar[str]  # what errors call it, by default the name of the class
+    function: ClassVar[str] = "attend"  # the function that users call with it, for errors
+    noun: ClassVar[str]  # its name in errors, by default that of the class
 
     def __init_subclass__(cls, **rest) -> None:
         super().__init_subclass__(**rest)
         kind = vars(cls).get("kind")
         if not isinstance(kind, str) or not kind.isidentifier():
             raise TypeError(f"{cls.__name__} must have a kind of its own, a word of letters and digits; got {kind!r}")
-        known = KINDS.get(kind, cls)
-        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        registered = KINDS.get(kind, cls)
+        if (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"kind of {cls.__name__} must be a word that no other pattern has; {known.__name__} has {kind!r}"
+                f"kind of {cls.__name__} must be a word that no other pattern has; {registered.__name__} has {kind!r}"
             )
         KINDS[kind] = cls
-        from_specification.cache_clear()  # a class may be written anew, as a cell of a notebook is
+        from_specification.cache_clear()  # a notebook's cell may define its class again
         cls.noun = vars(cls).get("noun", cls.__name__)
 
     @property
@@ -49,11 +49,11 @@ class Pattern:
         return None if shape is None else prod(shape)
 
     def of_heads(self, kv_heads: int) -> "Pattern":
-        """The pattern of so many KV heads; ValueError where it has none for them."""
+        """The pattern for this number of KV heads; ValueError where there is none."""
         return self
 
     def of_any_heads(self) -> "Pattern":
-        """The pattern without its number of KV heads, where all of them see the same."""
+        """The pattern without its number of KV heads, where all heads see the same keys."""
         return self
 
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
@@ -61,20 +61,22 @@ class Pattern:
         raise NotImplementedError(f"{type(self).__name__} has no attends")
 
     def head_parts(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
-        """The parts through which a KV head sees keys."""
+        """Numbers of the parts through which a KV head sees keys."""
         return (0,)
 
     def mask(
         self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
     ) -> Tensor:
         """Which pairs of positions attend through one part: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
-        seen, shape = self.attends(queries[:, None], keys), (len(queries), len(keys))
-        fits = all(side in (1, whole) for side, whole in zip(reversed(seen.shape), reversed(shape), strict=False))
-        if seen.dtype != torch.bool or seen.dim() > 2 or not fits:
-            got = f"{seen.dtype} of shape {tuple(seen.shape)}"
+        attends, shape = self.attends(queries[:, None], keys), (len(queries), len(keys))
+        fits = all(
+            size in (1, full_size) for size, full_size in zip(reversed(attends.shape), reversed(shape), strict=False)
+        )
+        if attends.dtype != torch.bool or attends.dim() > 2 or not fits:
+            got = f"{attends.dtype} of shape {tuple(attends.shape)}"
             raise TypeError(f"attends of a {self.noun} must be bool of positions that broadcast, {shape}; got {got}")
-        seen = seen.expand(shape)
-        return seen & (keys <= queries[:, None]) if is_causal else seen
+        attends = attends.expand(shape)
+        return attends & (keys <= queries[:, None]) if is_causal else attends
 
     def pairs_of(self, queries: range, keys: int, *, heads: int, kv_heads: int, is_causal: bool = False) -> int:
         """Pairs of a query and a key that attend in one sequence, over all query heads, counted by masks.
@@ -91,21 +93,21 @@ class Pattern:
         return heads // kv_heads * total
 
     def part_count(self, kv_heads: int) -> int:
-        """How many numbers `head_parts` counts by, over all KV heads."""
+        """The largest number that `head_parts` returns for any KV head, plus 1."""
         return 1 + max(part for head in range(kv_heads) for part in self.head_parts(head, kv_heads))
 
     @property
     def specification(self) -> Specification:
-        """The pattern as words and integers, of which `from_specification` makes it again.
+        """The pattern as words and integers; `from_specification` makes the pattern of them.
 
-        The fields of the dataclass are integers, truth values, words, or tuples of one of these; else TypeError.
+        Fields of the dataclass must be integers, truth values, words, or tuples of one of these, else TypeError.
         """
         words, numbers = [self.kind], []
         for field in fields(self):
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             form = "*" if isinstance(value, tuple) else ""
-            if values and all(isinstance(each, str) and not SEPARATORS & set(each) for each in values):
+            if values and all(isinstance(text, str) and not SEPARATORS & set(text) for text in values):
                 words.append(form + "=" + ",".join(values))
                 continue
             try:
@@ -120,7 +122,7 @@ class Pattern:
 
     @classmethod
     def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
-        # What `specification` wrote; the dataclass makes truth values of 0 and 1 itself, if it wants any.
+        # The inverse of `specification`. A dataclass with truth values makes them of 0 and 1 itself.
         values = []
         for word in words:
             form, _, text = word.partition("=")
@@ -135,7 +137,7 @@ class Pattern:
 
 @lru_cache(maxsize=256)
 def from_specification(words: str, numbers: tuple[int, ...]) -> Pattern:
-    """The pattern of a `Pattern.specification`."""
+    """The pattern with this `Pattern.specification`."""
     kind, *rest = words.split(" ")
     return KINDS[kind]._of_words(rest, list(numbers))
 

@@ -1,4 +1,4 @@
-"""A union of patterns over the same tokens: one softmax over the keys of all."""
+"""A union of patterns over the same tokens, with one softmax over the keys of all patterns."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,11 +58,11 @@ class Union(Pattern):
 
     @property
     def options(self) -> frozenset[str]:
-        """The arguments of `attend` that all parts take."""
+        """Arguments of `attend` that all parts take."""
         return frozenset.intersection(*(pattern.options for pattern in self.patterns))
 
     def of_heads(self, kv_heads: int) -> Self:
-        """The union of the patterns of so many KV heads."""
+        """The union of the patterns for this number of KV heads."""
         return Union(tuple(pattern.of_heads(kv_heads) for pattern in self.patterns))
 
     def of_any_heads(self) -> Self:
@@ -79,30 +79,30 @@ class Union(Pattern):
         )
 
     def mask(self, part: int, queries: Tensor, keys: Tensor, **options) -> Tensor:
-        """Which pairs of positions attend through one part; options as in `Pattern.mask`."""
-        own, number = divmod(part, len(self.patterns))
-        return self.patterns[number].mask(own, queries, keys, **options)
+        """Whether each pair of positions attends through one part; options as in `Pattern.mask`."""
+        pattern_part, number = divmod(part, len(self.patterns))
+        return self.patterns[number].mask(pattern_part, queries, keys, **options)
 
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether each query attends to each key through any of the patterns."""
-        found = self.patterns[0].attends(query, key)
+        attends = self.patterns[0].attends(query, key)
         for pattern in self.patterns[1:]:
-            found = found | pattern.attends(query, key)
-        return found
+            attends = attends | pattern.attends(query, key)
+        return attends
 
     @property
     def specification(self) -> Specification:
-        """The union as words and integers: how many integers each pattern has, then those of all."""
-        each = [pattern.specification for pattern in self.patterns]
-        words = "|".join(own for own, _ in each)
-        numbers = [number for _, own in each for number in own]
-        return f"union {words}", (*(len(own) for _, own in each), *numbers)
+        """The union as words and integers: first the number of integers of each pattern, then all integers."""
+        specifications = [pattern.specification for pattern in self.patterns]
+        words = "|".join(text for text, _ in specifications)
+        numbers = [number for _, text in specifications for number in text]
+        return f"union {words}", (*(len(text) for _, text in specifications), *numbers)
 
     @classmethod
     def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
-        each = " ".join(words).split("|")
-        counts, rest, patterns = numbers[: len(each)], numbers[len(each) :], []
-        for own, count in zip(each, counts, strict=True):
-            patterns.append(from_specification(own, tuple(rest[:count])))
+        texts = " ".join(words).split("|")
+        counts, rest, patterns = numbers[: len(texts)], numbers[len(texts) :], []
+        for text, count in zip(texts, counts, strict=True):
+            patterns.append(from_specification(text, tuple(rest[:count])))
             rest = rest[count:]
         return cls(tuple(patterns))

@@ -121,7 +121,7 @@ def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_
             number = number // len(axis.queries)
         queries, is_query = joined(q_sides, [axis.queries[n] for axis, n in zip(axes, own, strict=True)])
         cells, there = joined(k_sides, [axis.keys[n] for axis, n in zip(axes, own, strict=True)])
-        seen = _seen([axis.seen[n] for axis, n in zip(axes, own, strict=True)])
+        seen = _seen([axis.attends[n] for axis, n in zip(axes, own, strict=True)])
         queries, cells = slots_of(request, queries), slots_of(request, cells)
         if gathered:  # a box holds cells of others too
             is_query, there = is_query & (queries >= 0) & (queries < past_q), there & (cells >= 0)

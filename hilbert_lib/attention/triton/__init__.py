@@ -1,8 +1,8 @@
 """The fused kernels: every branch of a pattern in one softmax, one pass over the keys.
 
-limits     what they need of a call and of a GPU; imports no triton
-schedule   which rows a program takes, and in how many passes: pure, on the host
-geometry   where a tile of rows lies in the segments of a branch
+limits     their needs of a call and of a GPU; imports no triton
+schedule   rows of each program, and passes of a call: pure, on the host
+geometry   positions of a tile's rows in the segments of a branch
 forward    output and lse
 backward   dq; dk and dv
 grid       windows on a grid, for tokens in any order; `grid_launch` starts them
@@ -13,5 +13,5 @@ rows       rows by index: merged, or added to, in place
 copies     rows by index of several tensors: copied, or summed
 arguments  configurations, grids and the arguments that kernels share
 launch     the two entry points
-start      starts the kernels of a call; the first time all are compiled at once
+start      starts of the kernels of a call: compiled at once, recorded, replayed
 """

@@ -1,18 +1,19 @@
 """The warp-specialised kernels of Hopper.
 
-launch     which calls they serve, and their launches
-division   which branches a launch takes, and what of them comes through descriptors
+launch     their launches, and the calls that they serve
+division   branches of each launch
 tiles      tiles of dilated rows, and their descriptors
-steps      the steps that both consumer groups share
+steps      the forward's work on a block of keys
 forward    the forward's kernel
 backward   the backward's kernel
 
 On grids:
 
-grid_launch      which calls they serve, and their launches
+grid_launch      their launches, and the calls that they serve
+places           numbers and places of tiles
 boxes            tiles and the boxes that they walk over
-box_descriptors  what the copy engine reads boxes with
-masks            what a group sees of a box
+box_descriptors  descriptors of boxes for the copy engine
+masks            the cells of a box that a group sees
 grid_forward     the forward's kernel
 grid_backward    the backward's kernel
 """

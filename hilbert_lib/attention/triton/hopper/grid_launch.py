@@ -1,4 +1,4 @@
-"""The warp-specialised kernels for grids: which calls they serve, and their launches."""
+"""Launches of the warp-specialised kernels for grids, and the calls that these serve."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
@@ -17,20 +17,20 @@ from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
-# Cells of a box along each axis, by the number of axes of the grid; the two groups of a tile lie along STACK.
+# Number of axes of a grid -> cells of a box along each of three axes; and the axis along which two groups make a tile.
 BOXES = {1: ((1, 1, 64),), 2: ((1, 8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))}
 STACK = {1: 2, 2: 1, 3: 1}
 EXTRA_BOX = (1, 1, 64)
 
-# Boxes of two tensors in the backward's rings, by columns and whether tiles are of keys: as shared memory has room. dq
-# needs a box of v for a shorter time than one of k.
+# (columns, whether tiles are of keys) -> boxes in the backward's two rings, as many as shared memory has room for. dq
+# needs a box of v for less time than one of k.
 RINGS = {(64, False): (4, 4), (64, True): (4, 4), (128, False): (4, 2), (128, True): (3, 3)}
 
-ROUNDS = 16  # of programs for a part of a grid: between two, kernels of an exchange find a free multiprocessor
+ROUNDS = 16  # rounds of programs for a part of a grid: between two, kernels of an exchange get a free multiprocessor
 
 
 def refusal(q: Tensor, request: Request) -> str:
-    """What of a call, by shapes and options alone, the warp-specialised kernels do not serve, or ""."""
+    """The reason why the warp-specialised kernels do not serve a call, from shapes and options alone, or ""."""
     if q.element_size() != 2:
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] % 8 or not 16 <= q.shape[-1] <= 128:
@@ -50,13 +50,13 @@ def refusal(q: Tensor, request: Request) -> str:
     return ""
 
 
-def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     with importing("the module of the forward by boxes"):
         from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
 
     request = on_its_keys(request) if request.part else request
-    q, k, v, extra_k, extra_v = given = Tensors(*_as_read(given, request))
+    q, k, v, extra_k, extra_v = inputs = Tensors(*_as_read(inputs, request))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -65,73 +65,76 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 
     def starts() -> list[Start]:
         return [
-            _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), given, request, q.shape[2], **named),
-            plain.of_queries(given, request, out=out, lse=lse, flag=flag),
+            _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), inputs, request, q.shape[2], **named),
+            plain.of_queries(inputs, request, out=out, lse=lse, flag=flag),
         ]
 
-    call = (*given, *plain.tensors_of(request, q.device))
+    call = (*inputs, *plain.tensors_of(request, q.device))
     start(starts, call, "grid forward on hopper", *request.options, made=(out, lse, flag))
     return out, lse
 
 
-def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
-    """Gradients of q, k, v and of the extra keys, from out and lse; the same bits every time."""
+def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """Gradients of q, k, v and of the extra keys, from out and lse. The bits are the same every time."""
     with importing("the module of the backward by boxes"):
         from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
 
     request = on_its_keys(request) if request.part else request
     in_float = request.part is not None and request.part.in_float
-    *given, dout = _as_read((*given, dout), request)
-    q, k, v, extra_k, extra_v = given = Tensors(*given)
-    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(given)]
-    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(given, dtypes, strict=True)))
+    *inputs, dout = _as_read((*inputs, dout), request)
+    q, k, v, extra_k, extra_v = inputs = Tensors(*inputs)
+    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(inputs)]
+    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(inputs, dtypes, strict=True)))
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
 
     def starts() -> list[Start]:
-        made = [plain.delta_of(dout, out, delta)]
+        launches = [plain.delta_of(dout, out, delta)]
         for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2])):
             stages, b_stages = RINGS[columns_of(q), tensors is of_keys]
-            more = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
-            more["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
+            constants = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
+            constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             by_query = q, dout, grads.q
-            made.append(_start(backward_kernel, MOVES, (lse, delta), tensors, by_query, given, request, heads, **more))
+            launches.append(
+                _start(backward_kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, heads, **constants)
+            )
         if extra_k.shape[1]:
-            made.append(plain.of_keys(dout, given, lse, delta, request, grads, extra=True))
-        return made
+            launches.append(plain.of_keys(dout, inputs, lse, delta, request, grads, extra=True))
+        return launches
 
-    call = (*given, dout, out, lse, *plain.tensors_of(request, q.device))
+    call = (*inputs, dout, out, lse, *plain.tensors_of(request, q.device))
     start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads))
     return grads
 
 
 def _start(
-    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple, given: Tensors, request: Request,
+    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple, inputs: Tensors, request: Request,
     heads: int, *, programs: int = 1, **named,
 ) -> Start:  # fmt: skip
-    # A launch for the tiles of `heads` heads, `programs` on a multiprocessor. tensors: those of the grid that are read,
-    # the extra keys, and results; by_query: those with a row for each query, not for each key. moves: names of how
-    # coordinates move, for the first, the results and the extra keys.
+    # The launch for the tiles of `heads` heads, with `programs` on a multiprocessor. tensors: (tensors on the grid that
+    # are read, extra keys, results). by_query: those of them with a row for each query. moves: argument names of steps
+    # along axes of heads, of the read tensors, of the results, and of the extra keys.
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
 
-    q, (read, extra, results), form = given.q, tensors, _form(request.neighbourhoods[0], request.part)
+    q, (read, extra, results), form = inputs.q, tensors, _form(request.neighbourhoods[0], request.part)
     columns, count, grid = columns_of(q), extra[0].shape[1], [*read, *results]
-    sides = [(form.rows if any(x is each for each in by_query) else form.shape, form.dilation) for x in grid]
+    of_queries = [any(x is tensor for tensor in by_query) for x in grid]
+    extents = [(form.rows if is_of_queries else form.shape, form.dilation) for is_of_queries in of_queries]
     described = [
-        x if x.dtype == torch.float32 else descriptors.described(x, *side, form.rules.box, columns)
-        for x, side in zip(grid, sides, strict=True)
+        x if x.dtype == torch.float32 else descriptors.described(x, *extent, form.rules.box, columns)
+        for x, extent in zip(grid, extents, strict=True)
     ]
-    more = described[len(read) - 2 : len(read)]
+    extra_described = described[len(read) - 2 : len(read)]
     if count:
-        more = [descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra]
-    described[len(read) : len(read)] = more
-    steps = [step for x, side in zip(grid, sides, strict=True) for step in descriptors.steps_of(x, *side)]
+        extra_described = [descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra]
+    described[len(read) : len(read)] = extra_described
+    steps = [step for x, extent in zip(grid, extents, strict=True) for step in descriptors.steps_of(x, *extent)]
     steps += [descriptors.steps_of(x, (1, 1, max(count, 1)), (1, 1, 1))[0] for x in extra]
     total = form.tiles[named.get("OF_KEYS", False)] * q.shape[0] * heads
-    rules = plain.rules(given, request)
+    rules = plain.rules(inputs, request)
     named = rules | {"part": rules["boxes"]} | named | dict(zip(moves, steps, strict=True)) | {
-        "extra_padding": plain.extra_padding(given, request), "BLOCK_D": columns, "RULES": form.rules,
+        "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": columns, "RULES": form.rules,
         "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
         "EXTRA_PADDING": request.extra_padding_mask is not None,
         "total": total, "programs": min(total, programs * multiprocessors(q.device)),
@@ -143,7 +146,7 @@ def _start(
 
 
 def _started(total: int, programs: int, rounds: int) -> int:
-    # How many programs have a tile, in at most so many rounds of `programs`, as `places.tiles_of` deals tiles out.
+    # Number of programs with a tile, in at most `rounds` rounds of `programs`. `places.tiles_of` deals tiles out alike.
     length = ceil(ceil(total / programs) / rounds) * programs
     full = (total - 1) // length  # rounds before the last
     return full * programs + min(programs, total - full * length)
@@ -155,23 +158,23 @@ def _names(kernel) -> frozenset[str]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has."""
+    """Number of multiprocessors of a GPU."""
     return get_gpu_info(device).multiprocessors
 
 
 class _Form(NamedTuple):
-    """What the launches for a grid have in common, along three axes."""
+    """Sizes along three axes that all launches for a grid share."""
 
     shape: tuple[int, ...]
     rows: tuple[int, ...]  # cells of q
     dilation: tuple[int, ...]
-    tiles: tuple[int, int]  # of two groups, of a sequence and a head: of queries and of keys
+    tiles: tuple[int, int]  # number of tiles of queries, and of keys, of a sequence and head
     rules: "Rules"  # noqa: F821 - of a module that is imported where it runs
 
 
 @lru_cache(maxsize=256)
 def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
-    # With the box of which the fewest are multiplied.
+    # The form with the box shape that needs the fewest products.
     from hilbert_lib.attention.triton.hopper.boxes import Rules
 
     axes, ndim = plain.axes_of(near), len(near.axes)
@@ -195,15 +198,15 @@ def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
     return _Form(shape, rows, dilation, (tiles(both, queries), tiles(both)), rules)
 
 
-def _as_read(given: Sequence[Tensor], request: Request) -> list[Tensor]:
-    # Those of `Tensors`, and a gradient of the output. One that the copy engine cannot read is copied once.
+def _as_read(inputs: Sequence[Tensor], request: Request) -> list[Tensor]:
+    # The fields of `Tensors`, and perhaps dout. A tensor that the copy engine cannot read is copied once.
     from hilbert_lib.attention.triton.hopper.box_descriptors import is_reached
 
     form = _form(request.neighbourhoods[0], request.part)
-    own, sides = (form.rows, form.dilation), (form.shape, form.dilation)
-    extra = ((1, 1, given[3].shape[1]), (1, 1, 1))
-    rules = own, sides, sides, extra, extra, own
+    q_extent, k_extent = (form.rows, form.dilation), (form.shape, form.dilation)
+    extra_extent = ((1, 1, inputs[3].shape[1]), (1, 1, 1))
+    extents = q_extent, k_extent, k_extent, extra_extent, extra_extent, q_extent
     return [
-        x if not x.numel() or is_reached(x, *rule) else x.contiguous()
-        for x, rule in zip(given, rules[: len(given)], strict=True)
+        x if not x.numel() or is_reached(x, *extent) else x.contiguous()
+        for x, extent in zip(inputs, extents[: len(inputs)], strict=True)
     ]
