@@ -219,6 +219,14 @@ def f(given, *, keys, _own=1):
     assert words == dict.fromkeys(("given", "own", "each", "found", "side", "whole"), 1)
 
 
+@pytest.mark.parametrize("folder", ["attention/triton", "patterns"])
+def test_at_most_two_names_in_a_hundred_say_nothing(folder):
+    count = load_script("count_names").counted
+    counts = {path.name: count(path) for path in (ROOT / folder).rglob("*.py")}
+    total, empty = sum(names for names, _ in counts.values()), sum(words.total() for _, words in counts.values())
+    assert empty <= 0.02 * total, {name: words for name, (_, words) in counts.items() if words}
+
+
 def test_no_private_name_crosses_a_module():
     crossing = [
         f"{name} imports {alias.name}"
