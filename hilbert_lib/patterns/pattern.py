@@ -67,7 +67,7 @@ class Pattern:
     def mask(
         self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
     ) -> Tensor:
-        """Which pairs of positions attend through one part: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
+        """Whether each pair of positions attends through one part: (nq, nk) bool of queries (nq,), keys (nk,) int64."""
         attends, shape = self.attends(queries[:, None], keys), (len(queries), len(keys))
         fits = all(
             size in (1, full_size) for size, full_size in zip(reversed(attends.shape), reversed(shape), strict=False)

@@ -1,7 +1,7 @@
 """Rows of several tensors, copied by index or summed by index, in one launch.
 
-Plain torch starts a kernel for each tensor, two or three where it takes the rows apart and puts them together. Tensors
-are (batch, rows, heads, head_dim), of any strides; a row of heads is one (row, head), by the number row * heads + head.
+Plain torch starts a kernel for each tensor, and two or three where it splits rows and joins them. Tensors are (batch,
+rows, heads, head_dim), of any strides. A row of heads is one (row, head) with the number row * heads + head.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.attention.triton.start import Start, start
 
-ELEMENTS = tl.constexpr(2048)  # of a tile: 16 a thread
-SLOTS = 6  # copies of one launch, and parts of one sum: a box has as many sides
+ELEMENTS = tl.constexpr(2048)  # elements of a tile: 16 a thread
+SLOTS = 6  # copies of one launch, and parts of one sum, as many as a box has sides
 
 
 class Copy(NamedTuple):
-    """Rows of heads that lie one after the other in `dense`, in their order, and anywhere in `indexed`."""
+    """Rows of heads that lie in order in `dense`, and anywhere in `indexed`."""
 
     dense: Tensor  # (batch, n, heads, head_dim), the last stride is 1
     indexed: Tensor  # (batch, rows, heads or a multiple, head_dim)
@@ -31,7 +31,7 @@ class Copy(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a sum adds to rows of k and of v, both contiguous (batch, rows, heads, head_dim)."""
+    """Rows that a sum adds to k and to v, both contiguous (batch, rows, heads, head_dim)."""
 
     k: Tensor
     v: Tensor
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What a sum adds to rows of heads after its parts."""
+    """Rows that a sum adds to rows of heads after its parts."""
 
     rows: Tensor  # (rows, 2, batch, head_dim), contiguous
     at: Tensor  # (n * heads, columns) int64: for each row of heads some of these, one after the other, or -1 for none
@@ -57,41 +57,41 @@ def scatter_rows(copies: Sequence[Copy]) -> None:
 
 
 def _copy_all(copies: Sequence[Copy], *, is_scatter: bool) -> None:
-    copies = [each for each in copies if each.dense.numel()]
+    copies = [copy for copy in copies if copy.dense.numel()]
     for first in range(0, len(copies), SLOTS):
         _copy_some(copies[first : first + SLOTS], is_scatter)
 
 
 def _copy_some(copies: Sequence[Copy], is_scatter: bool) -> None:
-    tensors = [x for each in copies for x in each]
+    tensors = [x for copy in copies for x in copy]
     start(lambda: [_start_of_copies(copies, is_scatter)], tensors, copy_kernel, is_scatter)
 
 
 def _start_of_copies(copies: Sequence[Copy], is_scatter: bool) -> Start:
-    block_d = power_of_2(max(each.dense.shape[3] for each in copies))
+    block_d = power_of_2(max(copy.dense.shape[3] for copy in copies))
     named, tiles = {"SCATTER": is_scatter, "BLOCK_D": block_d}, 0
     for n in range(SLOTS):
-        each = copies[n] if n < len(copies) else None
-        own = (None, None, None, None, None, 1) if each is None else (*each, _sizes(each), each.dense.shape[3])
+        copy = copies[n] if n < len(copies) else None
+        arguments = (None, None, None, None, None, 1) if copy is None else (*copy, _sizes(copy), copy.dense.shape[3])
         names = ("dense", "indexed", "table", "other", "sizes", "HEAD_DIM")
-        named |= {f"{name}{n}": x for name, x in zip(names, own, strict=True)}
-        if each is not None:
-            _, rows, heads, head_dim = each.dense.shape
+        named |= {f"{name}{n}": x for name, x in zip(names, arguments, strict=True)}
+        if copy is not None:
+            _, rows, heads, head_dim = copy.dense.shape
             tiles += _tiles(rows * heads, block_d if head_dim > 1 else 1)
     return Start(copy_kernel, (tiles, copies[0].dense.shape[0]), (named.pop("dense0"),), named)
 
 
 def _sizes(copy: Copy) -> tuple[int, ...]:
-    # Rows of heads and heads of `dense`; then, for each of the tensors, what `_copy` multiplies by.
-    dense, indexed, at, other = copy
+    # Rows of heads and heads of `dense`, then the factors of `_copy` for each of the tensors.
+    dense, indexed, index, other = copy
     _, n, heads, _ = dense.shape
-    by_row = at.numel() == n  # then one number says where all heads of a row are
+    by_row = index.numel() == n  # then one number says where all heads of a row are
     table = (1, 0) if by_row else (heads, 1)
     own_heads = indexed.shape[2] // (heads if by_row else 1)
     steps = (own_heads, heads * indexed.stride(2), indexed.stride(2)) if by_row else (own_heads, indexed.stride(2), 0)
-    others = (0, 0, 0) if other is None else (other.stride(0), other.stride(1), other.stride(3))
-    own = indexed.stride(0), indexed.stride(1), indexed.stride(3)
-    return n * heads, heads, *table, *dense.stride()[:3], *own, *steps, *others
+    other_strides = (0, 0, 0) if other is None else (other.stride(0), other.stride(1), other.stride(3))
+    indexed_strides = indexed.stride(0), indexed.stride(1), indexed.stride(3)
+    return n * heads, heads, *table, *dense.stride()[:3], *indexed_strides, *steps, *other_strides
 
 
 def _tiles(rows: int, block_d: int) -> int:
@@ -101,7 +101,7 @@ def _tiles(rows: int, block_d: int) -> int:
 def sum_rows(
     totals: tuple[Tensor, Tensor], at: Tensor | None, parts: Sequence[Part], answers: Answers | None = None
 ) -> None:
-    """Sum rows of k and v in one order, and round once: of the parts, the answers, and what stands in the totals.
+    """Sum rows of k and v in one order, rounded once: parts, then answers, then the values of the totals.
 
     totals: (batch, rows, heads, head_dim), of any strides but the last one, which is 1. at: (n,) int64, the rows that
     are added to, none twice; or None where the totals are all rows and have no values yet. Parts and answers are of one
@@ -114,20 +114,20 @@ def sum_rows(
 
 
 def _start_of_sum(
-    totals: tuple[Tensor, Tensor], at: Tensor | None, parts: Sequence[Part], answers: Answers | None
+    totals: tuple[Tensor, Tensor], places: Tensor | None, parts: Sequence[Part], answers: Answers | None
 ) -> Start:
     total, total_v = totals
     batch, rows, heads, head_dim = total.shape
-    rows = rows if at is None else len(at)
-    named = {"total_v": total_v, "places": at, "HEAD_DIM": head_dim, "BLOCK_D": power_of_2(head_dim)}
+    rows = rows if places is None else len(places)
+    named = {"total_v": total_v, "places": places, "HEAD_DIM": head_dim, "BLOCK_D": power_of_2(head_dim)}
     lengths = [part.k.shape[1] * part.k.shape[2] for part in parts] + [0] * (SLOTS - len(parts))
     for n in range(SLOTS):
-        own = parts[n] if n < len(parts) else (None, None, None)
-        named |= {f"{name}{n}": x for name, x in zip(("k", "v", "table"), own, strict=True)}
-    found, columns = answers or (None, None)
-    named |= {"answers": found, "columns": columns, "count": 0 if columns is None else columns.shape[1]}
+        part = parts[n] if n < len(parts) else (None, None, None)
+        named |= {f"{name}{n}": x for name, x in zip(("k", "v", "table"), part, strict=True)}
+    answer_rows, columns = answers or (None, None)
+    named |= {"answers": answer_rows, "columns": columns, "count": 0 if columns is None else columns.shape[1]}
     named |= {"sizes": (rows * heads, heads, batch, *total.stride()[:3]), "lengths": tuple(lengths)}
-    named["like"] = parts[0].k if parts else found
+    named["like"] = parts[0].k if parts else answer_rows
     return Start(sum_kernel, (_tiles(rows * heads, named["BLOCK_D"]), batch), (total,), named)
 
 
@@ -157,7 +157,7 @@ def copy_kernel(
 def _copy(
     tile, dense, indexed, table, other, sizes, SCATTER: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copies a tile if it is one of this copy's; gives its number among those of the copies that follow."""
+    """Copy a tile if it is one of this copy's. The result is its number among the tiles of the copies that follow."""
     BLOCK_D: tl.constexpr = BLOCK if HEAD_DIM > 1 else 1
     BLOCK_M: tl.constexpr = ELEMENTS // BLOCK_D
     (
@@ -170,12 +170,12 @@ def _copy(
         number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         exists = number < rows  # [BLOCK_M]
         row, head = number // heads, number % heads  # [BLOCK_M] each
-        found = tl.load(table + row * table_row + head * table_head, mask=exists, other=-1).to(tl.int32)  # [BLOCK_M]
-        found_row, found_head = (found // own_heads).to(tl.int64), (found % own_heads).to(tl.int64)  # [BLOCK_M] each
-        row, head, found = row.to(tl.int64), head.to(tl.int64), found.to(tl.int64)  # [BLOCK_M] each
+        entry = tl.load(table + row * table_row + head * table_head, mask=exists, other=-1).to(tl.int32)  # [BLOCK_M]
+        found_row, found_head = (entry // own_heads).to(tl.int64), (entry % own_heads).to(tl.int64)  # [BLOCK_M] each
+        row, head, entry = row.to(tl.int64), head.to(tl.int64), entry.to(tl.int64)  # [BLOCK_M] each
         dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
         inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
-        is_own = inside & (found >= 0)[:, None]  # [BLOCK_M, BLOCK_D]
+        is_own = inside & (entry >= 0)[:, None]  # [BLOCK_M, BLOCK_D]
         dense_at = dense + (b * dense_batch + row * dense_row + head * dense_head)[:, None] + dims  # [BLOCK_M, BLOCK_D]
         place = found_row * own_row + found_head * own_head + head * all_heads  # [BLOCK_M]
         indexed_at = indexed + (b * own_batch + place)[:, None] + dims * own_dim  # [BLOCK_M, BLOCK_D]
@@ -185,10 +185,10 @@ def _copy(
             tl.store(dense_at, tl.load(indexed_at, mask=is_own, other=0.0), mask=is_own)
             if other is not None:
                 other_at = (
-                    other + (b * other_batch - (found + 2) * other_row)[:, None] + dims * other_dim
+                    other + (b * other_batch - (entry + 2) * other_row)[:, None] + dims * other_dim
                 )  # [BLOCK_M, BLOCK_D]
-                more = tl.load(other_at, mask=inside & (found < -1)[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
-                tl.store(dense_at, more, mask=inside & (found < 0)[:, None])
+                other_tile = tl.load(other_at, mask=inside & (entry < -1)[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
+                tl.store(dense_at, other_tile, mask=inside & (entry < 0)[:, None])
     return tile - tiles
 
 
@@ -231,25 +231,27 @@ def sum_kernel(
         b, dims = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)  # scalar, [BLOCK_D]
         if columns is not None:
             for column in range(count):
-                found = tl.load(columns + number.to(tl.int64) * count + column, mask=exists, other=-1)  # [BLOCK_M]
-                answers_at = answers + (((found * 2 + n) * batch + b) * HEAD_DIM)[:, None] + dims  # [BLOCK_M, BLOCK_D]
-                acc += tl.load(answers_at, mask=(found >= 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+                entry = tl.load(columns + number.to(tl.int64) * count + column, mask=exists, other=-1)  # [BLOCK_M]
+                answers_at = answers + (((entry * 2 + n) * batch + b) * HEAD_DIM)[:, None] + dims  # [BLOCK_M, BLOCK_D]
+                acc += tl.load(answers_at, mask=(entry >= 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         row, head = (number // heads).to(tl.int64), (number % heads).to(tl.int64)  # [BLOCK_M] each
         if places is not None:
             row = tl.load(places + row, mask=exists, other=0)  # [BLOCK_M]
-        whole = total if n == 0 else total_v
-        at = whole + (b * total_batch + row * total_row + head * total_head)[:, None] + dims  # [BLOCK_M, BLOCK_D]
+        target = total if n == 0 else total_v
+        target_ptrs = (
+            target + (b * total_batch + row * total_row + head * total_head)[:, None] + dims
+        )  # [BLOCK_M, BLOCK_D]
         inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
         if places is not None:
-            acc += tl.load(at, mask=inside, other=0.0).to(acc.dtype)
-        tl.store(at, acc.to(whole.dtype.element_ty), mask=inside)
+            acc += tl.load(target_ptrs, mask=inside, other=0.0).to(acc.dtype)
+        tl.store(target_ptrs, acc.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _plus(acc, part, table, length, heads, number, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sum and a part's rows, where it has them."""
-    found = tl.load(table + number // heads, mask=exists, other=-1)  # [BLOCK_M]
-    place = tl.program_id(1).to(tl.int64) * length + found * heads + number % heads  # [BLOCK_M]
+    """The sum after a part's rows."""
+    entry = tl.load(table + number // heads, mask=exists, other=-1)  # [BLOCK_M]
+    place = tl.program_id(1).to(tl.int64) * length + entry * heads + number % heads  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    mask = (found >= 0)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    mask = (entry >= 0)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
     return acc + tl.load(part + (place * HEAD_DIM)[:, None] + dims, mask=mask, other=0.0)

@@ -32,7 +32,7 @@ def power_of_2(number: int) -> int:
 
 
 def products_of_float32() -> str:
-    """How kernels multiply float32: "tf32" where torch's own setting allows it, otherwise exactly, "ieee"."""
+    """The precision of float32 products in kernels: "tf32" where torch's setting allows it, else "ieee", exact."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
     """The rows of a program: rows u to u + size - 1 of a list of classes (`schedule.Tables`). size 0 is no tile."""
 
     chunk_start: tl.tensor
-    members: tl.tensor  # where the classes of the list begin
-    n: tl.tensor  # of classes
+    members: tl.tensor  # pointer to the first class of the list
+    n: tl.tensor  # number of classes
     u: tl.tensor
     stride: tl.tensor
     size: tl.tensor
@@ -167,7 +167,7 @@ def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, 
 def dropout_factor(seed, drop_below, b, h, branch, query, key):
     """0 for a dropped pair, else 1 / (1 - dropout_p), with the bits of `attention.dropout.keep_mask`."""
     words = tl.load(seed)
-    if seed.dtype.element_ty == tl.int32:  # what `attention.dropout.named` made
+    if seed.dtype.element_ty == tl.int32:  # a table that `attention.dropout.named` made
         words = (tl.load(seed + 1).to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
         branch = tl.load(seed + 4 + branch)
         name = seed + 4 + tl.load(seed + 3) + (b * tl.load(seed + 2) + h) * NAME  # [BLOCK_M, 1]

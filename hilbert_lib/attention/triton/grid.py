@@ -19,7 +19,7 @@ import triton.language as tl
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
 
-SHIFT, CLIP, WRAP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of patterns.neighbourhood.EDGES
+SHIFT, CLIP, WRAP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # indices in patterns.neighbourhood.EDGES
 NOT_SPECIALIZED = [
     "heads", "group", "extra", "q_rows", "k_rows", "n0", "n1", "n2", "d0", "d1", "d2", "s0", "s1", "s2",
 ]  # fmt: skip

@@ -49,8 +49,8 @@ class Start(NamedTuple):
 
     kernel: triton.runtime.KernelInterface
     grid: tuple[int, ...]
-    arguments: tuple  # by position; a tensor is the first
-    named: dict  # by name, with constants and Triton's own options
+    arguments: tuple  # arguments by position; the first is a tensor
+    named: dict  # arguments by name, with constants and Triton's own options
 
 
 class _Descriptor(NamedTuple):
@@ -228,7 +228,7 @@ def forget() -> None:
 
 
 def _kind_of_kernels(starts: Sequence[Start]) -> tuple:
-    # What decides which kernels are compiled. Alignment of arguments does too; its kernels are compiled at their start.
+    # The arguments that decide which kernels are compiled. Alignment decides too: those kernels compile as they start.
     like = starts[0].arguments[0]
     constants = [(id(begun.kernel), *map(begun.named.get, _constants(begun.kernel))) for begun in starts]
     has_documents = starts[-1].named.get("documents") is not None  # None is a constant too

@@ -44,7 +44,7 @@ class Shared(NamedTuple):
     k_tile: gl.shared_memory_descriptor  # [keys, columns]
     v_tile: gl.shared_memory_descriptor
     q_tiles: gl.shared_memory_descriptor  # [stages, 1, queries, 1, 1, columns], as the copy engine writes them
-    d_tiles: gl.shared_memory_descriptor  # of dout
+    d_tiles: gl.shared_memory_descriptor  # tiles of dout, shaped alike
     s_tiles: gl.shared_memory_descriptor  # gradients of scores, [buffers, keys, queries]
     lse_rows: gl.shared_memory_descriptor  # [stages, queries]
     delta_rows: gl.shared_memory_descriptor
@@ -297,7 +297,7 @@ def _differentiate(
         key_position = geometry.tile_positions(tile, key_rows)  # [GROUP_ROWS]
 
         is_there = (key_rows < tile.size) & (key_position < tile.end)  # [GROUP_ROWS]
-        # Where causal, fewer queries see a group than its tile, and more of them see all of it.
+        # A causal group is seen by fewer queries than its tile, and more of them see all of it.
         own_lowest = geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS)
         own_highest = geometry.tile_positions(tile, (NUMBER + 1) * tiles.GROUP_ROWS - 1)
         is_empty = tile.size <= NUMBER * tiles.GROUP_ROWS

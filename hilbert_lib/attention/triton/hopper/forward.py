@@ -243,7 +243,7 @@ def _attend_by_branch(
     fence_async_shared()
     score_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
     query = geometry.tile_positions(tile, score_rows)  # [GROUP_ROWS]
-    # Where causal, a group sees fewer keys than its tile, and more of them without a mask.
+    # A causal group sees fewer keys than its tile, and more of them without a mask.
     last = gl.minimum(tile.size, (NUMBER + 1) * tiles.GROUP_ROWS) - 1
     own_lowest = gl.maximum(tile.lowest, geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS))
     own_highest = gl.minimum(tile.highest, geometry.tile_positions(tile, last))
