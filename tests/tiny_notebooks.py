@@ -8,8 +8,8 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from hilbert_lib.lab.environment import environment
+from hilbert_lib.lab.suite.manifest import end_manifest, start_manifest
 from hilbert_lib.lab.suite.points import Point, read_notebook
-from hilbert_lib.lab.suite.run import end_manifest, start_manifest
 
 PARAMETERS = """\
 seq_len: int = 8  # tokens

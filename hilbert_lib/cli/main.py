@@ -164,7 +164,8 @@ def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> 
         click.echo(f"{len(points)} of {len(every)} to run")
         sys.exit(0)
     from hilbert_lib.lab.environment import environment
-    from hilbert_lib.lab.suite.run import run_id, run_points
+    from hilbert_lib.lab.suite.folders import run_id
+    from hilbert_lib.lab.suite.run import run_points
     from hilbert_lib.machine import prepare_kernels
 
     with usage_errors():

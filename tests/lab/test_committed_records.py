@@ -8,7 +8,7 @@ import pytest
 
 from hilbert_lib.lab.figures import record as drawing
 from hilbert_lib.lab.records import MACHINES, REPORTS, read_records
-from hilbert_lib.lab.suite.run import read_manifest
+from hilbert_lib.lab.suite.manifest import read_manifest
 
 pytestmark = pytest.mark.evidence
 RUNS = sorted({file.parent for file in REPORTS.glob(f"{MACHINES}/*/*/*.json*")})

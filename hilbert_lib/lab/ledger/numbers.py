@@ -31,7 +31,7 @@ from hilbert_lib.lab.records import (
     read_records,
     run_environment,
 )
-from hilbert_lib.lab.suite.run import MANIFEST, read_manifest
+from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE

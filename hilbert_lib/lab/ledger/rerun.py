@@ -15,7 +15,7 @@ from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.ledger.documents import Pairs
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import RESULTS, newest_run
-from hilbert_lib.lab.suite.run import run_id
+from hilbert_lib.lab.suite.folders import run_id
 
 REPETITIONS = 30
 PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli.main import main; main()"], "pytest": ["-m", "pytest"]}

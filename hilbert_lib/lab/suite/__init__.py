@@ -1,1 +1,10 @@
-"""Batch runs of the notebooks: parameters, papermill, manifests and reports."""
+"""Batch runs of the notebooks: parameters, papermill, manifests and reports.
+
+points      notebooks, their parameters, and points: a notebook with values
+run         points one after another
+folders     where a run lies while it goes on and afterwards
+execute     one notebook by papermill
+manifest    what ran, where, with what, and how it ended
+report      pages and tables of what lies in the folders
+doctor      what this machine and its packages can do
+"""

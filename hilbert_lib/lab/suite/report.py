@@ -21,8 +21,8 @@ from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer,
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import describe_environment, say_hardware
 from hilbert_lib.lab.records import FAILED, RESULTS, TIMED, has_records, read_records
+from hilbert_lib.lab.suite.manifest import MANIFEST, error_line, read_manifest
 from hilbert_lib.lab.suite.points import say_values
-from hilbert_lib.lab.suite.run import MANIFEST, error_line, read_manifest
 from hilbert_lib.lab.tables import sides_of
 
 TITLE = "When does a Hilbert order make attention faster?"

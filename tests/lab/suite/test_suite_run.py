@@ -23,7 +23,10 @@ from tiny_notebooks import write_notebook
 from hilbert_lib.cli.stop import Interrupted, interruptible
 from hilbert_lib.lab.environment import MACHINE, environment
 from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.suite import execute, folders
+from hilbert_lib.lab.suite import manifest as manifests
 from hilbert_lib.lab.suite import run as runs
+from hilbert_lib.lab.suite.manifest import MANIFEST, error_line, read_manifest
 from hilbert_lib.lab.suite.points import Point, read_notebook
 
 WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text('{\"n\": 1}\\n')"
@@ -76,7 +79,7 @@ ENDS += [("02_full_disk", "OSError", "No space left", 3)] * (sys.platform == "li
 @pytest.mark.parametrize(("name", "kind", "message", "cell"), ENDS)
 def test_the_manifest_says_what_ended_a_notebook_and_where(batch, name, kind, message, cell):
     run_folder, _, _ = batch
-    manifest = runs.read_manifest(run_folder / f"{name}.failed")
+    manifest = read_manifest(run_folder / f"{name}.failed")
     error = manifest["error"]
     assert (manifest["status"], error["type"], error["cell"]) == ("failed", kind, cell)
     assert message in error["message"]
@@ -84,11 +87,11 @@ def test_the_manifest_says_what_ended_a_notebook_and_where(batch, name, kind, me
 
 
 def test_a_runs_folder_is_of_this_code_on_this_hardware_with_these_versions(facts):
-    named = runs.run_id(facts)
+    named = folders.run_id(facts)
     for name in (*MACHINE, "python", "numpy"):
-        assert runs.run_id(facts | {name: "another"}) != named, name
+        assert folders.run_id(facts | {name: "another"}) != named, name
     for name in {*facts} - {*MACHINE, "python", "numpy", "gpus"}:  # a commit, a moment
-        assert runs.run_id(facts | {name: "another"}) == named, name
+        assert folders.run_id(facts | {name: "another"}) == named, name
 
 
 FOUND = {  # what lies in a point's folder, and whether the point is run all the same
@@ -118,13 +121,13 @@ def test_only_a_finished_result_of_the_same_key_is_reused(tmp_path, monkeypatch,
 
 def test_the_time_of_a_notebook_is_limited_as_a_whole(tmp_path, facts, monkeypatch):
     # Time stands still until the parameters are set; the next cell has one second left, and it is up when that is over.
-    looks = chain([0] * 6, [2999] * 2, repeat(3000))
-    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+    looks = chain([0] * 5, [2999] * 2, repeat(3000))
+    monkeypatch.setattr(execute, "time", SimpleNamespace(monotonic=lambda: next(looks)))
     sleeping = point_of(tmp_path, "import time\ntime.sleep(600)")
     one_cell = runs.run_point(sleeping, tmp_path / "run", facts, timeout=3000)
     # Each of these cells alone would be in time: between two looks at the clock 500 s pass.
     cells, looks = point_of(tmp_path, *["pass"] * 20), count(0, 500)
-    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+    monkeypatch.setattr(execute, "time", SimpleNamespace(monotonic=lambda: next(looks)))
     many_cells = runs.run_point(cells, tmp_path / "run", facts, timeout=3000)
     for manifest in (one_cell, many_cells):
         assert manifest["error"]["type"] == "TimeoutError"
@@ -141,7 +144,7 @@ def test_a_finished_run_after_failed_ones_holds_notebook_records_and_manifest(ba
     assert not list(run_folder.glob(".*"))
     assert not [child for child in psutil.Process().children() if "ipykernel_launcher" in " ".join(child.cmdline())]
     assert read_records(run_folder / "03_ok" / RESULTS) == [{"n": 1}]
-    manifest = runs.read_manifest(run_folder / "03_ok")
+    manifest = read_manifest(run_folder / "03_ok")
     assert (manifest["status"], manifest["error"]) == ("ok", None)
     assert manifest["parameters"] == points[-1].parameters
     assert manifest["seeds"] == {"seed": 0}
@@ -162,7 +165,7 @@ def test_the_time_that_a_run_took_is_right_whatever_happens_to_the_clock(tmp_pat
         def now(cls, zone=None):
             return datetime(2026, 1, 1, tzinfo=zone) - timedelta(hours=next(cls.hours))
 
-    monkeypatch.setattr(runs, "datetime", SetBack)
+    monkeypatch.setattr(manifests, "datetime", SetBack)
     point = point_of(tmp_path, "import time\ntime.sleep(0.5)")
     manifest = runs.run_point(point, tmp_path / "run", facts, timeout=math.inf)
     start, end = (datetime.fromisoformat(manifest[name]) for name in ("start", "end"))
@@ -176,7 +179,7 @@ def test_a_failure_keeps_the_earlier_result_and_a_result_replaces_both(tmp_path,
     earlier = snapshot(run_folder / "00_a")
     assert runs.run_point(point_of(tmp_path, "1 / 0"), run_folder, facts)["status"] == "failed"
     assert snapshot(run_folder / "00_a") == earlier
-    assert runs.read_manifest(run_folder / "00_a.failed")["error"]["type"] == "ZeroDivisionError"
+    assert read_manifest(run_folder / "00_a.failed")["error"]["type"] == "ZeroDivisionError"
     assert runs.run_point(point_of(tmp_path, WRITE, "print('new')"), run_folder, facts)["status"] == "ok"
     assert snapshot(run_folder / "00_a") != earlier
     assert {path.name for path in run_folder.iterdir()} == {"00_a"}
@@ -196,11 +199,11 @@ def test_a_disk_without_room_fails_a_notebook_before_it_starts(tmp_path, facts):
     point, run_folder = point_of(tmp_path, WRITE), tmp_path / "run"
     with room_for(64 * 1024):  # the manifest fits, the reserve does not
         manifest = runs.run_point(point, run_folder, facts)
-    assert manifest == runs.read_manifest(run_folder / "00_a.failed")
+    assert manifest == read_manifest(run_folder / "00_a.failed")
     assert (manifest["status"], manifest["error"]["type"]) == ("failed", "OSError")
     assert "no room for the notebook to start" in manifest["error"]["message"]
     assert {path.name for path in run_folder.rglob("*")} == {"00_a.failed", "00_a.ipynb", "manifest.json"}
-    assert runs.close_abandoned(run_folder) == []
+    assert folders.close_abandoned(run_folder) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
@@ -217,11 +220,11 @@ def test_sigterm_ends_the_command_and_keeps_what_is_finished(tmp_path):
     assert "stopped by SIGTERM: what has ended is kept" in process.stderr
     (run_folder,) = (tmp_path / "out").iterdir()
     assert {path.name for path in run_folder.iterdir()} == {"00_ok", "01_slow.failed"}
-    ok = runs.read_manifest(run_folder / "00_ok")
+    ok = read_manifest(run_folder / "00_ok")
     assert ok["status"] == "ok"
     # The notebooks' kernels are told to interpret Triton where there is no GPU, and only there.
     assert (run_folder / "00_ok" / "set").read_text() == ("" if ok["environment"]["gpus"] else "1")
-    slow = runs.read_manifest(run_folder / "01_slow.failed")
+    slow = read_manifest(run_folder / "01_slow.failed")
     assert (slow["status"], slow["error"]["message"]) == ("interrupted", "stopped by SIGTERM")
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int((tmp_path / "pid").read_text())).wait(PATIENCE)  # busy cores take a while to let it go
@@ -230,7 +233,8 @@ def test_sigterm_ends_the_command_and_keeps_what_is_finished(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from hilbert_lib.lab.suite.run import start_manifest, work_folder
+from hilbert_lib.lab.suite.folders import work_folder
+from hilbert_lib.lab.suite.manifest import start_manifest
 from hilbert_lib.lab.suite.points import Point, read_notebook
 with work_folder(Path(sys.argv[2]), "00_a") as work:
     start_manifest(Point(read_notebook(Path(sys.argv[1])), {}), work, {})
@@ -249,15 +253,15 @@ def test_a_run_is_taken_from_a_process_that_was_killed_and_never_from_a_living_o
             now = time.time()
             clock.setattr(time, "time", lambda now=now + stepped: now)
             clock.setattr(psutil.Process, "create_time", lambda _, start=now + stepped: start)
-            assert runs.close_abandoned(run_folder) == []
+            assert folders.close_abandoned(run_folder) == []
     process.kill()
     process.wait()
-    assert runs.close_abandoned(run_folder) == ["00_a"]
-    manifest = runs.read_manifest(run_folder / "00_a.failed")
+    assert folders.close_abandoned(run_folder) == ["00_a"]
+    manifest = read_manifest(run_folder / "00_a.failed")
     assert (manifest["status"], manifest["start"]) == ("interrupted", manifest["end"])
     assert [path.name for path in (run_folder / "00_a.failed").iterdir()] == ["manifest.json"]
     assert sorted(path.name for path in run_folder.iterdir()) == [".ipynb_checkpoints", "00_a.failed"]
-    assert runs.close_abandoned(run_folder) == []
+    assert folders.close_abandoned(run_folder) == []
 
 
 def test_a_run_that_starts_waits_for_one_that_looks_whether_it_is_abandoned(tmp_path, monkeypatch):
@@ -273,7 +277,7 @@ def test_a_run_that_starts_waits_for_one_that_looks_whether_it_is_abandoned(tmp_
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", met)
-    with runs.work_folder(tmp_path, "00_a") as work, (work / runs.LIVING).open("rb+") as file:
+    with folders.work_folder(tmp_path, "00_a") as work, (work / folders.LIVING).open("rb+") as file:
         looking[0].join()
         with pytest.raises(BlockingIOError):
             flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -294,18 +298,18 @@ def test_jobs_that_finish_one_point_together_leave_one_result(tmp_path, monkeypa
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", later)
-    runs.put_in_place(make("mine"), tmp_path, {"name": "00_a", "status": "ok"})
+    folders.put_in_place(make("mine"), tmp_path, {"name": "00_a", "status": "ok"})
     assert (tmp_path / "00_a" / "data").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["00_a"]
 
 
 def test_the_run_id_follows_from_code_versions_and_hardware_alone(facts):
-    assert runs.run_id(facts) == runs.run_id({**facts, "utc": "later", "commit": "0" * 40, "dirty": True})
+    assert folders.run_id(facts) == folders.run_id({**facts, "utc": "later", "commit": "0" * 40, "dirty": True})
     for name in ("code_hash", "torch", "hardware", "driver", "cudnn", "torch_threads", "kernel_mode"):
-        assert runs.run_id(facts) != runs.run_id({**facts, name: "9.9"})
-    assert runs.run_id(facts) != runs.run_id({**facts, "packages": {**facts["packages"], "flash-attn-4": "9.9"}})
+        assert folders.run_id(facts) != folders.run_id({**facts, name: "9.9"})
+    assert folders.run_id(facts) != folders.run_id({**facts, "packages": {**facts["packages"], "flash-attn-4": "9.9"}})
     gpu = {**facts, "hardware": "NVIDIA H200", "gpus": [{"name": "NVIDIA H200"}], "torch": "2.11.0+cu128"}
-    assert runs.run_id(gpu).startswith("nvidia-h200-torch2.11.0-")
+    assert folders.run_id(gpu).startswith("nvidia-h200-torch2.11.0-")
 
 
 @pytest.mark.parametrize("seconds", [0, 0.05])  # how long a busy machine stays where what is raised is dropped
@@ -358,7 +362,7 @@ STREAMS = {  # what a cell gave, what is kept
 @pytest.mark.parametrize("given", STREAMS)
 def test_streams_of_a_cell_are_joined_and_of_a_rewritten_line_the_last_state_is_kept(given):
     outputs, expected = STREAMS[given]
-    assert runs.coalesced([dict(each) for each in outputs]) == expected
+    assert execute.coalesced([dict(each) for each in outputs]) == expected
 
 
 def test_a_long_line_is_joined_in_time_that_grows_with_it():
@@ -367,7 +371,7 @@ def test_a_long_line_is_joined_in_time_that_grows_with_it():
     def seconds(length):
         outputs = stream("stdout", *["x" * 1000] * (length // 1000)) + stream("stderr", "y" * length)
         begin = time.process_time()
-        runs.coalesced(outputs)
+        execute.coalesced(outputs)
         return time.process_time() - begin
 
     assert seconds(2**22) < 100 * max(seconds(2**18), 1e-3)  # 16, where a square would be 256 and minutes
@@ -389,7 +393,7 @@ def test_a_notebook_that_prints_one_long_line_ends_well(tmp_path, facts):
     ],
 )
 def test_what_ended_a_run_is_told_in_one_line_whatever_it_said(error, line):
-    assert runs.error_line({"error": error}) == line
+    assert error_line({"error": error}) == line
 
 
 GOING = {"its folder": "Path.cwd()", "the run's folder": "Path.cwd().parent"}
@@ -407,6 +411,6 @@ def test_a_notebook_whose_folder_goes_away_fails_alone(tmp_path, facts, capsys, 
         (tmp_path / "run" / "00_a" / "kept").touch()
     assert runs.run_points([point, other], tmp_path / "run", facts) == {"00_a": "failed", "01_b": "ok"}
     assert "00_a    FileNotFoundError: its folder went away while it ran (cell In [3])\n" in capsys.readouterr().out
-    assert (tmp_path / "run" / "01_b" / runs.MANIFEST).exists()
+    assert (tmp_path / "run" / "01_b" / MANIFEST).exists()
     assert (tmp_path / "run" / "00_a" / "kept").exists() == (earlier and what == "its folder")
     assert not list((tmp_path / "run").glob(".*"))
