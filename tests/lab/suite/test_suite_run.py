@@ -206,6 +206,19 @@ def test_a_disk_without_room_fails_a_notebook_before_it_starts(tmp_path, facts):
     assert folders.close_abandoned(run_folder) == []
 
 
+def test_room_for_the_manifest_is_held_while_a_notebook_runs_and_free_when_it_ends(tmp_path, facts, monkeypatch):
+    end_manifest, sizes = folders.end_manifest, []
+
+    def ended(manifest, folder, error, **how):
+        sizes.append((folder / folders.LIVING).stat().st_size)
+        end_manifest(manifest, folder, error, **how)
+
+    monkeypatch.setattr(folders, "end_manifest", ended)
+    look = f"import os\nassert os.stat({folders.LIVING!r}).st_size == {folders.RESERVE_BYTES}"
+    assert runs.run_point(point_of(tmp_path, look), tmp_path / "run", facts)["status"] == "ok"
+    assert sizes == [0]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_sigterm_ends_the_command_and_keeps_what_is_finished(tmp_path):
     show = "import os, pathlib\npathlib.Path(output_dir, 'set').write_text(os.environ.get('TRITON_INTERPRET', ''))"
