@@ -217,7 +217,7 @@ def test_memory_planned_is_what_committed_rings_allocated():
             if record["sweep"] in ("transports", "lengths"):
                 planned += kept[work.ranks]
             if record["side"] in sequences.ORDERS:  # beside the ordered k and v the benchmark holds the others
-                planned += 2 * 2 * work.rows * work.whole.kv_heads * work.whole.head_dim
+                planned += 2 * 2 * work.rows * work.workload.kv_heads * work.workload.head_dim
             assert planned == pytest.approx(record["peak_bytes"], rel=0.06), (record["side"], work)
             found += 1
     assert found > 50

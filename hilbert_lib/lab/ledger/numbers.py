@@ -46,7 +46,7 @@ DENSE = "cuDNN, dense"  # a sweep of 08, and a kernel of it
 FASTER = 1.01  # an order counts as faster from one per cent on
 WHOLE_LINES = "row_bytes % 128 == 0 and work == 'whole sequence'"
 MODEL_HEADS, MODEL_HEAD_DIM = 8, 64  # the least that counts as a model's
-LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is told
+LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is slots
 
 
 @cache
@@ -55,20 +55,20 @@ def numbers() -> dict[str, str]:
     runs = {name[:2]: newest_run(name) for name in (CHOICE, KERNELS, RING, GRIDS)}
     choices, fused, ring, grids = (read_records(run / RESULTS) for run in runs.values())
     runs["07_grids"] = newest_run(RING, GRID_RESULTS)
-    told = {**_weak_grids(read_records(runs["07_grids"] / GRID_RESULTS)), **_hidden_on_grids()}
+    slots = {**_weak_grids(read_records(runs["07_grids"] / GRID_RESULTS)), **_hidden_on_grids()}
     # Not every run goes to the longest both ways.
     both = {run: _longest(read_records(run / RESULTS), both=True) for run in committed_runs(RING)}
     runs["07_both"] = max(both, key=lambda run: (both[run]["ring_both_tokens"], run_environment(run)["utc"]))
-    told |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **both[runs["07_both"]]}
-    told |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
-    told |= {**_saved(), **_claims(), **_causes()}
-    told |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
-    told["runs"] = _runs()
+    slots |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **both[runs["07_both"]]}
+    slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
+    slots |= {**_saved(), **_claims(), **_causes()}
+    slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
+    slots["runs"] = _runs()
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
         gpu = say_hardware(run_environment(run, file)).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
-        told[f"{name}_run"] = f"[{gpu}]({run.relative_to(ROOT).as_posix()})"
-    return {name: value if isinstance(value, str) else f"{value:,}" for name, value in told.items()}
+        slots[f"{name}_run"] = f"[{gpu}]({run.relative_to(ROOT).as_posix()})"
+    return {name: value if isinstance(value, str) else f"{value:,}" for name, value in slots.items()}
 
 
 def fill(text: str, numbers: Mapping[str, str]) -> str:
@@ -95,12 +95,12 @@ def _causes() -> dict[str, str]:
     Of the record that the figures draw, and of notebook 04's newest, whose host may have had other work.
     """
     table = pd.concat([committed_causes()[0], cause_table(committed_records("04_safe_benchmarking"))])
-    told = _ends("fair", table[table.cause == FAIR].ratio)
-    told |= _times_printed()
+    slots = _ends("fair", table[table.cause == FAIR].ratio)
+    slots |= _times_printed()
     for printed, ratios in table[table.cause == CODE].groupby("printed").ratio:
         ends = dict.fromkeys(f"{end:.1f}" for end in (ratios.min(), ratios.max()))
-        told[f"made_{printed}".replace(".", "_")] = " to ".join(ends)
-    return told
+        slots[f"made_{printed}".replace(".", "_")] = " to ".join(ends)
+    return slots
 
 
 def _times_printed() -> dict[str, str]:
@@ -108,14 +108,14 @@ def _times_printed() -> dict[str, str]:
 
     Beside it the first call of a process, which compiles, in ms.
     """
-    every = [*committed_records("causes"), *committed_records("04_safe_benchmarking")]
-    rebuilt = [each for each in every if each.get("printed") == "7.95"]
-    loops = [each for each in rebuilt if each["cause"] == CODE]
-    longer = [each["ms"][0] / median(each["standard_ms"]) for each in loops]
-    first = [each["standard_ms"][0] for each in rebuilt if each["cause"] == FIRST]
-    (segment,) = {each["segment"] for each in loops}
-    told = {"made_7_95_segment": f"{segment:,}", **_ends("longer_7_95", pd.Series(longer), ".0f")}
-    return told | _ends("first_7_95", pd.Series(first), ".0f")
+    records = [*committed_records("causes"), *committed_records("04_safe_benchmarking")]
+    rebuilt = [record for record in records if record.get("printed") == "7.95"]
+    loops = [record for record in rebuilt if record["cause"] == CODE]
+    longer = [record["ms"][0] / median(record["standard_ms"]) for record in loops]
+    first = [record["standard_ms"][0] for record in rebuilt if record["cause"] == FIRST]
+    (segment,) = {record["segment"] for record in loops}
+    slots = {"made_7_95_segment": f"{segment:,}", **_ends("longer_7_95", pd.Series(longer), ".0f")}
+    return slots | _ends("first_7_95", pd.Series(first), ".0f")
 
 
 def _ends(name: str, values: pd.Series, form: str = ".2f") -> dict[str, str]:
@@ -126,19 +126,23 @@ def _orders(records: list[dict]) -> dict:
     """What an order of k and v changes in one function: over whole sequences, at the documents' size, in decoding."""
     hilbert, best = (kernels.layout_ratios(records, order=order, where=WHOLE_LINES) for order in ("hilbert", "best"))
     plain = kernels.layout_ratios(records, order=NO_TABLE, where=WHOLE_LINES)
-    told = {**_ends("rows_hilbert", hilbert.value), "rows_works": len(hilbert), "rows_best": f"{best.value.max():.2f}"}
-    told |= _ends("rows_no_table", plain.value)
+    slots = {**_ends("rows_hilbert", hilbert.value), "rows_works": len(hilbert), "rows_best": f"{best.value.max():.2f}"}
+    slots |= _ends("rows_no_table", plain.value)
     # Of whole sequences another kernel reads without a table: beside it an order would be a comparison of kernels.
     decoding = kernels.over_sequence(records).query("work == 'decoding'")
-    most = decoding.loc[decoding.value.idxmax()]
-    there = decoding[(decoding[kernels.CASE] == most[kernels.CASE]).all(axis=1)].set_index("order").value
-    told |= {"decoding_best": f"{most.value:.2f}", "decoding_hilbert": f"{there['hilbert']:.2f}"}
-    told |= {"decoding_order": most.order, "decoding_row_bytes": most.row_bytes, "decoding_dilation": most.dilation}
-    one = decoding.query("queries == 1 and dilation > 1 and order == 'residue'").groupby("row_bytes").value.max()
-    told |= {f"decoding_residue_{size}": f"{gain:.2f}" for size, gain in one.items()}
+    fastest = decoding.loc[decoding.value.idxmax()]
+    rivals = decoding[(decoding[kernels.CASE] == fastest[kernels.CASE]).all(axis=1)].set_index("order").value
+    slots |= {"decoding_best": f"{fastest.value:.2f}", "decoding_hilbert": f"{rivals['hilbert']:.2f}"}
+    slots |= {
+        "decoding_order": fastest.order,
+        "decoding_row_bytes": fastest.row_bytes,
+        "decoding_dilation": fastest.dilation,
+    }
+    residue = decoding.query("queries == 1 and dilation > 1 and order == 'residue'").groupby("row_bytes").value.max()
+    slots |= {f"decoding_residue_{size}": f"{gain:.2f}" for size, gain in residue.items()}
     pairs = kernels.ratios(records, sweep="claims", where="length == 4096 and dilation == 64").set_index("pair").value
     printed = LEDGER["K3"].claimed[0].least
-    return told | {"printed": f"{printed}", "printed_layouts": f"{pairs[LAYOUTS]:.3f}"}
+    return slots | {"printed": f"{printed}", "printed_layouts": f"{pairs[LAYOUTS]:.3f}"}
 
 
 def _grids(records: list[dict]) -> dict:
@@ -147,42 +151,42 @@ def _grids(records: list[dict]) -> dict:
     """
     gains, work = kernels.grid_gains(records), ["side", "window", "block_size", "head_dim"]
     hilbert = gains[gains.order == "hilbert"].set_index(work)
-    told = {"grid_works": len(hilbert), "grid_faster": int((hilbert.low > FASTER).sum())}
+    slots = {"grid_works": len(hilbert), "grid_faster": int((hilbert.low > FASTER).sum())}
     # Of a video the first side is of frames.
-    told["timed_window"] = min(int(str(window).split(" x ")[-1]) for _, window, *_ in hilbert.index)
-    told |= {"grid_best": f"{hilbert.value.max():.2f}", "grid_worst": f"{hilbert.value.min():.2f}"}
-    most = gains.groupby("order").value.max()
-    told |= {f"grid_best_{order}": f"{most[order]:.2f}" for order in ("tile", "morton")}
+    slots["timed_window"] = min(int(str(window).split(" x ")[-1]) for _, window, *_ in hilbert.index)
+    slots |= {"grid_best": f"{hilbert.value.max():.2f}", "grid_worst": f"{hilbert.value.min():.2f}"}
+    best = gains.groupby("order").value.max()
+    slots |= {f"grid_best_{order}": f"{best[order]:.2f}" for order in ("tile", "morton")}
     anew = "rival == 'hilbert, reordered' and direction == 'forward'"
-    kept = kernels.ratios(records, sweep="neighbourhood", where=anew).set_index(work).value
-    told |= _ends("reordered", kept)
-    least = kept[hilbert.low > FASTER].idxmin()  # where reordering takes most of the speed
-    grid, window = (each if isinstance(each, str) else f"{each} x {each}" for each in least[:2])
-    told |= {"small_grid": grid, "small_window": window, "small_once": f"{hilbert.value[least]:.2f}"}
-    told["small_each"] = f"{hilbert.value[least] * kept[least]:.2f}"
+    reordered = kernels.ratios(records, sweep="neighbourhood", where=anew).set_index(work).value
+    slots |= _ends("reordered", reordered)
+    slowest = reordered[hilbert.low > FASTER].idxmin()  # where reordering takes most of the speed
+    grid, window = (axes if isinstance(axes, str) else f"{axes} x {axes}" for axes in slowest[:2])
+    slots |= {"small_grid": grid, "small_window": window, "small_once": f"{hilbert.value[slowest]:.2f}"}
+    slots["small_each"] = f"{hilbert.value[slowest] * reordered[slowest]:.2f}"
     boxes = kernels.boxes_over_blocks(records)
     for direction in ("forward", "backward"):
-        told |= _ends(f"boxes_{direction}", boxes[boxes.direction == direction].value)
-    return told | {"boxes_works": len(boxes), "boxes_faster": int((boxes.low > FASTER).sum())}
+        slots |= _ends(f"boxes_{direction}", boxes[boxes.direction == direction].value)
+    return slots | {"boxes_works": len(boxes), "boxes_faster": int((boxes.low > FASTER).sum())}
 
 
 def _speeds(records: list[dict], length: int = LENGTH, prefix: str = "") -> dict:
     """TFLOP/s and error of the fused kernel, and the backend nearest to it, on the reference work."""
-    told = {}
+    slots = {}
     for row in kernels.fused_speeds(records, length=length).itertuples():
-        at = f"{prefix}{row.direction}_{row.head_dim}"
-        told |= {at: f"{row.tflop_per_s:.0f}", f"{at}_error": f"{row.error:.2g}", f"{at}_other": row.other}
-        told |= {f"{at}_other_speed": f"{row.tflop_per_s_other:.0f}", f"{at}_ratio": f"{row.value:.2f}"}
-        told |= {f"{at}_ratio_low": f"{row.low:.2f}", f"{at}_ratio_high": f"{row.high:.2f}"}
-    return told
+        name = f"{prefix}{row.direction}_{row.head_dim}"
+        slots |= {name: f"{row.tflop_per_s:.0f}", f"{name}_error": f"{row.error:.2g}", f"{name}_other": row.other}
+        slots |= {f"{name}_other_speed": f"{row.tflop_per_s_other:.0f}", f"{name}_ratio": f"{row.value:.2f}"}
+        slots |= {f"{name}_ratio_low": f"{row.low:.2f}", f"{name}_ratio_high": f"{row.high:.2f}"}
+    return slots
 
 
 def _long(records: list[dict]) -> dict:
     """The same over `LONG` tokens, and beside torchscale, the implementation that LongNet's authors published."""
     where = f"base == 'torchscale' and pattern == 'reference' and not is_causal and length == {LENGTH}"
     public = kernels.ratios(records, sweep="backends", where=where)
-    told = {f"torchscale_{row.direction}_{row.head_dim}": f"{row.value:.1f}" for row in public.itertuples()}
-    return told | _speeds(records, LONG, "long_")
+    slots = {f"torchscale_{row.direction}_{row.head_dim}": f"{row.value:.1f}" for row in public.itertuples()}
+    return slots | _speeds(records, LONG, "long_")
 
 
 def _choice(choices: list[dict], records: list[dict]) -> dict:
@@ -195,79 +199,85 @@ def _choice(choices: list[dict], records: list[dict]) -> dict:
 def _sustained(choices: list[dict], grids: list[dict]) -> dict:
     """What is left of the fused kernels' speed in single calls back to back, in percent; and boxes over others so."""
     calls, works = both_ways(choices, "selection"), both_ways(grids, "neighbourhood")
-    told = {}
-    for name, table, side in (("kept", calls, "triton"), ("boxes_kept", works, "boxes, raster")):
-        own = table[table.name == side]
-        told |= _ends(name, 100 * own.tflop_per_s / own.singly, ".0f")
+    slots = {}
+    for name, table, kernel in (("kept", calls, "triton"), ("boxes_kept", works, "boxes, raster")):
+        fused = table[table.name == kernel]
+        slots |= _ends(name, 100 * fused.tflop_per_s / fused.singly, ".0f")
     work = ["direction", "side", "window", "head_dim"]
     took = works.pivot(index=work, columns="name", values="median_ms")
-    for name, other in (("natten", "NATTEN, raster"), ("flash", "FlashAttention-4, morton")):
-        told |= _ends(f"over_{name}", took[other] / took["boxes, raster"], ".1f")
-    whole = both_ways(grids, DENSE).pivot(index=["direction", "head_dim"], columns="kernel", values="tflop_per_s")
-    for direction, shares in (whole.boxes / whole[DENSE]).groupby("direction"):
-        told[f"of_dense_{direction}"] = " and ".join(map("{:.2f}".format, shares))
-    return told
+    for name, rival in (("natten", "NATTEN, raster"), ("flash", "FlashAttention-4, morton")):
+        slots |= _ends(f"over_{name}", took[rival] / took["boxes, raster"], ".1f")
+    dense = both_ways(grids, DENSE).pivot(index=["direction", "head_dim"], columns="kernel", values="tflop_per_s")
+    for direction, shares in (dense.boxes / dense[DENSE]).groupby("direction"):
+        slots[f"of_dense_{direction}"] = " and ".join(map("{:.2f}".format, shares))
+    return slots
 
 
 def _saved() -> dict:
     """How many times fewer FLOP the reference work takes than dense attention, and how many times less time."""
-    told, timed = {}, answer(LEDGER["K10"]).cases.set_index("length").value
+    slots, timed = {}, answer(LEDGER["K10"]).cases.set_index("length").value
     for length in (8192, 131072):
         dense, dilated = (
             pattern.work(length, heads=SIZES["heads"], head_dim=SIZES["head_dim"]).flop_forward
             for pattern in (DilatedPattern((length,), (1,)), reference_pattern(length))
         )
-        told |= {f"flop_saved_{length}": f"{dense / dilated:.2g}", f"time_saved_{length}": f"{timed[length]:.1f}"}
-    return told
+        slots |= {f"flop_saved_{length}": f"{dense / dilated:.2g}", f"time_saved_{length}": f"{timed[length]:.1f}"}
+    return slots
 
 
 def _longest(records: list[dict], *, both: bool) -> dict:
     """The longest sequence that ran on all GPUs of a record and was checked, forward or both ways."""
-    checked = pd.DataFrame([each for each in records if each["side"] == "auto" and each["out_error"] is not None])
+    checked = pd.DataFrame(
+        [record for record in records if record["side"] == "auto" and record["out_error"] is not None]
+    )
     works = checked[checked.backward] if both else checked
     longest = works.loc[works.tokens.idxmax()]
-    told = {"tokens": int(longest.tokens), "gb": f"{longest.peak_bytes / 1e9:.0f}", "heads": int(longest.heads)}
-    told["seconds"] = f"{(longest.forward_ms + (longest.backward_ms if both else 0)) / 1e3:.2f}"
-    told["head_dim"] = int(longest.head_dim)
-    return {f"ring_{'both' if both else 'forward'}_{name}": value for name, value in told.items()}
+    slots = {"tokens": int(longest.tokens), "gb": f"{longest.peak_bytes / 1e9:.0f}", "heads": int(longest.heads)}
+    slots["seconds"] = f"{(longest.forward_ms + (longest.backward_ms if both else 0)) / 1e3:.2f}"
+    slots["head_dim"] = int(longest.head_dim)
+    return {f"ring_{'both' if both else 'forward'}_{name}": value for name, value in slots.items()}
 
 
 def _ring(records: list[dict]) -> dict:
     """The longest sequence forward, that of heads as models have them, and how the ring scales."""
-    told = _longest(records, both=False)
-    of_models = [each for each in records if each["heads"] >= MODEL_HEADS and each["head_dim"] >= MODEL_HEAD_DIM]
+    slots = _longest(records, both=False)
+    of_models = [
+        record for record in records if record["heads"] >= MODEL_HEADS and record["head_dim"] >= MODEL_HEAD_DIM
+    ]
     longest = _longest(of_models, both=True)
-    told |= {name.replace("ring_both", "ring_model"): value for name, value in longest.items()}
+    slots |= {name.replace("ring_both", "ring_model"): value for name, value in longest.items()}
     cases = overlap_and_scaling(records)
     causal = cases[(cases.what == "hidden") & (cases.side == "auto") & cases.is_causal]
-    told |= {f"ring_causal_hidden_{case.direction}": f"{case.value:.2f}" for case in causal.itertuples()}
+    slots |= {f"ring_causal_hidden_{case.direction}": f"{case.value:.2f}" for case in causal.itertuples()}
     for sweep, rows in cases[cases.what == "scaling"].groupby("sweep"):
-        told[f"ring_{sweep}_percent"] = f"{100 * rows[rows.ranks == rows.ranks.max()].value.min():.0f}"
-    return told
+        slots[f"ring_{sweep}_percent"] = f"{100 * rows[rows.ranks == rows.ranks.max()].value.min():.0f}"
+    return slots
 
 
 def _weak_grids(records: list[dict]) -> dict:
     """What a GPU among several keeps of the speed of one alone on as many cells each, back to back, in percent."""
-    weak = pd.DataFrame([each for each in records if (each["sweep"], each["side"]) == ("weak", RECTANGLES)])
+    weak = pd.DataFrame([record for record in records if (record["sweep"], record["side"]) == ("weak", RECTANGLES)])
     took = weak.assign(window=weak.window.map(str)).pivot(index="window", columns="ranks", values="sustained_ms")
-    told = {}
+    slots = {}
     for ranks in took.columns[1:]:
-        told |= _ends(f"grids_on_{ranks}", 100 * took[1] / took[ranks], ".0f")
-    return told
+        slots |= _ends(f"grids_on_{ranks}", 100 * took[1] / took[ranks], ".0f")
+    return slots
 
 
 def _hidden_on_grids() -> dict[str, str]:
     """The share of a forward's exchange that ran under other kernels in weak scaling, on four GPUs of each card; and
     what two GPUs take to exchange, of a forward of Hilbert runs in strong scaling.
     """
-    told = {}
+    slots = {}
     for card in ("h200", "h100"):
         records = read_records(newest_run(RING, GRID_RESULTS, [REPORTS / f"{card}x4"]) / GRID_RESULTS)
-        weak = [each for each in records if (each["sweep"], each["side"]) == ("weak", RECTANGLES)]
-        hidden = [each["hidden_forward"] for each in weak if each["ranks"] > 1]
-        told |= _ends(f"grids_hidden_{card}", pd.Series(hidden))
-    (runs,) = (each for each in committed_records(RING, GRID_RESULTS) if (each["side"], each["ranks"]) == (RUNS, 2))
-    return told | {
+        weak = [record for record in records if (record["sweep"], record["side"]) == ("weak", RECTANGLES)]
+        hidden = [record["hidden_forward"] for record in weak if record["ranks"] > 1]
+        slots |= _ends(f"grids_hidden_{card}", pd.Series(hidden))
+    (runs,) = (
+        record for record in committed_records(RING, GRID_RESULTS) if (record["side"], record["ranks"]) == (RUNS, 2)
+    )
+    return slots | {
         "runs_forward_ms": f"{runs['forward_ms']:.2f}",
         "runs_exchange_ms": f"{runs['exchange_ms_forward']:.2f}",
     }
@@ -276,10 +286,10 @@ def _hidden_on_grids() -> dict[str, str]:
 def _claims() -> dict:
     """How many claims there are, and how many hold, hold under a condition, do not hold, and cannot be tested."""
     verdicts = pd.Series([claim.verdict for claim in LEDGER.values()])
-    told = {"claims": len(verdicts), "claims_hold": int(verdicts.str.fullmatch(f"{HOLDS}( as planned)?").sum())}
-    told["claims_hold_when"] = int(verdicts.str.startswith(HOLDS).sum()) - told["claims_hold"]
+    slots = {"claims": len(verdicts), "claims_hold": int(verdicts.str.fullmatch(f"{HOLDS}( as planned)?").sum())}
+    slots["claims_hold_when"] = int(verdicts.str.startswith(HOLDS).sum()) - slots["claims_hold"]
     kinds = {"claims_hold_not": HOLDS_NOT, "claims_untested": UNTESTED}
-    return told | {name: int(verdicts.str.startswith(words).sum()) for name, words in kinds.items()}
+    return slots | {name: int(verdicts.str.startswith(words).sum()) for name, words in kinds.items()}
 
 
 def _runs() -> str:
@@ -289,9 +299,9 @@ def _runs() -> str:
     finished = [run for run in runs if run[0] and run[0]["status"] == "ok"]
     newest = {(run[0]["notebook"], run[1].parents[1].name): run for run in sorted(finished, key=lambda r: r[0]["end"])}
     for (name, _), (manifest, folder) in sorted(newest.items()):
-        at = folder.relative_to(ROOT).as_posix()
+        place = folder.relative_to(ROOT).as_posix()
         where = f"{say_hardware(manifest['environment'])} | {manifest['end'][:10]}"
-        rows.append(f"| [{name}]({at}/{name}.ipynb) | {where} | [its records]({at}) |")
+        rows.append(f"| [{name}]({place}/{name}.ipynb) | {where} | [its records]({place}) |")
     return "\n".join(["", *rows, ""])
 
 

@@ -43,91 +43,91 @@ def sharding(kind: str, shape: tuple[int, ...], ranks: int) -> Shards:
     return Rectangles((ranks, *[1] * (len(shape) - 1))) if kind == STRIPS else Rectangles.compact(shape, ranks)
 
 
-def check(whole: Workload, ranks: int, sides: tuple[str, ...]) -> None:
+def check(workload: Workload, ranks: int, sides: tuple[str, ...]) -> None:
     """ValueError for an unknown side, or for parts that are not equal."""
     if unknown := set(sides) - set(SIDES):
         raise ValueError(f"sides must be of {', '.join(SIDES)}; got {', '.join(sorted(unknown))}")
-    shape = whole.pattern.shape
+    shape = workload.pattern.shape
     cuts = [sharding(RECTANGLES if side == ALONE else side, shape, ranks) for side in sides]
     if len({shards.count(shape, rank) for shards in cuts for rank in range(ranks)}) > 1:
         raise ValueError(f"shape must be cut into {ranks} equal parts by every side, got {shape}")
 
 
-def fields_of(whole: Workload) -> dict:
-    """The whole in a record, as JSON gives it back: `FIELDS`."""
-    grid = list(whole.pattern.shape), list(whole.pattern.window)
-    return dict(zip(FIELDS, (*grid, whole.heads, whole.head_dim, whole.dtype), strict=True))
+def fields_of(workload: Workload) -> dict:
+    """The workload in a record, as JSON gives it back: `FIELDS`."""
+    grid = list(workload.pattern.shape), list(workload.pattern.window)
+    return dict(zip(FIELDS, (*grid, workload.heads, workload.head_dim, workload.dtype), strict=True))
 
 
-def whole_of(record: dict) -> Workload:
-    """The whole that a record tells of."""
+def workload_of(record: dict) -> Workload:
+    """The workload that a record tells of."""
     near = Neighbourhood(tuple(record["shape"]), tuple(record["window"]))
     sizes = {name: record[name] for name in ("heads", "head_dim", "dtype") if name in record}
     return Workload(near, near.length, device=torch.device("cpu"), **sizes)
 
 
-def scaled(whole: Workload, ranks: int) -> Workload:
-    """A grid of which each rank has as much as `whole`; the longer axes grow last.
+def scaled(workload: Workload, ranks: int) -> Workload:
+    """A grid of which each rank has as much as `workload`; the longer axes grow last.
 
     >>> scaled(Workload.on_grid("16x32x32 3x5x5 2x16", device=torch.device("cpu")), 4).pattern.shape
     (16, 64, 64)
     """
-    shape, factor = list(whole.pattern.shape), 1
+    shape, factor = list(workload.pattern.shape), 1
     while factor < ranks:
         step = next(n for n in range(2, ranks + 1) if ranks // factor % n == 0)
         shortest = min(range(len(shape))[-2:], key=lambda n: shape[n])
         shape[shortest], factor = shape[shortest] * step, factor * step
-    near = replace(whole.pattern, shape=tuple(shape))
-    return replace(whole, pattern=near, length=near.length)
+    near = replace(workload.pattern, shape=tuple(shape))
+    return replace(workload, pattern=near, length=near.length)
 
 
-def own_part(whole: Workload, ranks: int) -> Workload:
+def own_part(workload: Workload, ranks: int) -> Workload:
     """A rank's rectangle as a grid of its own."""
-    box = sharding(RECTANGLES, whole.pattern.shape, ranks).box(whole.pattern.shape, rank=0)
-    near = replace(whole.pattern, shape=tuple(map(len, box)))
-    return replace(whole, pattern=near, length=near.length)
+    box = sharding(RECTANGLES, workload.pattern.shape, ranks).box(workload.pattern.shape, rank=0)
+    near = replace(workload.pattern, shape=tuple(map(len, box)))
+    return replace(workload, pattern=near, length=near.length)
 
 
-def planned(whole: Workload, ranks: int, side: str, *, backward: bool) -> dict:
+def planned(workload: Workload, ranks: int, side: str, *, backward: bool) -> dict:
     """What the plan says of the costliest rank: bytes received, FLOP, and bytes of memory."""
     kind = side
     if side == ALONE:
-        whole, ranks, kind = own_part(whole, ranks), 1, RECTANGLES
-    sizes = {"heads": whole.heads, "head_dim": whole.head_dim, "dtype": getattr(torch, whole.dtype)}
-    costs = halo_costs(whole.pattern, kind, ranks, **sizes)
+        workload, ranks, kind = own_part(workload, ranks), 1, RECTANGLES
+    sizes = {"heads": workload.heads, "head_dim": workload.head_dim, "dtype": getattr(torch, workload.dtype)}
+    costs = halo_costs(workload.pattern, kind, ranks, **sizes)
     held = [costs.pop(name) for name in ("memory_forward", "memory_backward")]
-    return costs | {"planned_bytes": held[backward], "flop_forward": whole.useful.flop_forward // ranks}
+    return costs | {"planned_bytes": held[backward], "flop_forward": workload.useful.flop_forward // ranks}
 
 
 def attention(
-    whole: Workload, ranks: int, side: str, q: Tensor, k: Tensor, v: Tensor
+    workload: Workload, ranks: int, side: str, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
     """A call that gives a side's output on this rank's part, and the leaves that it depends on."""
     if side == ALONE:
-        return partial(neighbourhood_attention, q, k, v, own_part(whole, ranks).pattern), (q, k, v)
-    options = {"shards": sharding(side, whole.pattern.shape, ranks)}
+        return partial(neighbourhood_attention, q, k, v, own_part(workload, ranks).pattern), (q, k, v)
+    options = {"shards": sharding(side, workload.pattern.shape, ranks)}
 
     def attend() -> Tensor:
-        out = ring_neighbourhood_attention(q, k, v, whole.pattern, **options)
+        out = ring_neighbourhood_attention(q, k, v, workload.pattern, **options)
         options["validate"] = False  # the first call was
         return out
 
     return attend, (q, k, v)
 
 
-def compared_rows(whole: Workload, ranks: int, side: str, device: torch.device) -> ComparedRows | None:
+def compared_rows(workload: Workload, ranks: int, side: str, device: torch.device) -> ComparedRows | None:
     """Rows at the grid's middle and anywhere; None where ranks compute parts of their own."""
     if side == ALONE:
         return None
-    shape, cells = whole.pattern.shape, whole.length
+    shape, cells = workload.pattern.shape, workload.length
     own = sharding(side, shape, ranks).cells(shape, dist.get_rank()).to(device)
     row_of = torch.full((cells,), -1, dtype=torch.int64, device=device)
     row_of[own] = torch.arange(len(own), device=device)
     generator = torch.Generator("cpu").manual_seed(0)
-    queries = torch.randint(cells, (whole.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
+    queries = torch.randint(cells, (workload.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
     middle = sum(n // 2 * prod(shape[axis + 1 :]) for axis, n in enumerate(shape))
     queries[:, 0], queries[:, 1] = middle, max(0, middle - 1)
-    return ComparedRows(whole.pattern, list(queries), row_of.__getitem__, keys=1)
+    return ComparedRows(workload.pattern, list(queries), row_of.__getitem__, keys=1)
 
 
 def halo_costs(near: Neighbourhood, kind: str, ranks: int, *, heads: int, head_dim: int, dtype: torch.dtype) -> dict:

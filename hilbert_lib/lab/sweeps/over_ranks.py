@@ -26,7 +26,7 @@ IDENTITY = {*OWN_FIELDS, *sequences.FIELDS, *halos.FIELDS, "side"}
 class OverRanks:
     """A workload that ranks share equally, and the sides that compute it in turn.
 
-    whole: the call on all tokens or cells. A rank draws its own share of them.
+    workload: the call on all tokens or cells. A rank draws its own share of them.
     sides: of `sequences.SIDES` or `halos.SIDES`; by default the first one.
     backward: whether gradients are computed too.
     repetitions: samples a side.
@@ -38,17 +38,17 @@ class OverRanks:
 
     sweep: str
     ranks: int
-    whole: Workload
+    workload: Workload
     sides: tuple[str, ...] = ()
     backward: bool = True
     repetitions: int = 10
     sustained_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.whole.pattern, DilatedPattern | Neighbourhood):
-            raise ValueError(f"pattern must be a DilatedPattern or a Neighbourhood, got {self.whole.pattern}")
+        if not isinstance(self.workload.pattern, DilatedPattern | Neighbourhood):
+            raise ValueError(f"pattern must be a DilatedPattern or a Neighbourhood, got {self.workload.pattern}")
         object.__setattr__(self, "sides", tuple(self.sides) or (next(iter(self.kind.SIDES)),))
-        self.kind.check(self.whole, self.ranks, self.sides)
+        self.kind.check(self.workload, self.ranks, self.sides)
 
     @classmethod
     def spanning(
@@ -79,38 +79,38 @@ class OverRanks:
         """What `fields`, or a record, tells of. What is left out has its default."""
         kind = halos if "window" in fields else sequences
         own = {name: fields[name] for name in (*OWN_FIELDS, "sides", "repetitions") if name in fields}
-        return cls(whole=kind.whole_of(fields), **own)
+        return cls(workload=kind.workload_of(fields), **own)
 
     @property
     def fields(self) -> dict:
         """All of it as JSON takes it."""
         own = {name: getattr(self, name) for name in (*OWN_FIELDS, "sides", "repetitions")}
-        return own | self.kind.fields_of(self.whole)
+        return own | self.kind.fields_of(self.workload)
 
     def identity(self, side: str) -> dict:
         """What a record of a side is known by."""
         own = {name: getattr(self, name) for name in OWN_FIELDS}
-        return own | self.kind.fields_of(self.whole) | {"side": side}
+        return own | self.kind.fields_of(self.workload) | {"side": side}
 
     @property
     def kind(self) -> ModuleType:
         """`sequences` or `halos`."""
-        return halos if isinstance(self.whole.pattern, Neighbourhood) else sequences
+        return halos if isinstance(self.workload.pattern, Neighbourhood) else sequences
 
     @property
     def rows(self) -> int:
         """How many tokens or cells a rank holds."""
-        return self.whole.length // self.ranks
+        return self.workload.length // self.ranks
 
     def planned(self, side: str) -> dict:
         """What the plan says of the costliest rank."""
-        return self.kind.planned(self.whole, self.ranks, side, backward=self.backward)
+        return self.kind.planned(self.workload, self.ranks, side, backward=self.backward)
 
     def attention(self, side: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
         """A call that gives a side's output, and the leaves that it depends on."""
-        return self.kind.attention(self.whole, self.ranks, side, q, k, v)
+        return self.kind.attention(self.workload, self.ranks, side, q, k, v)
 
     def errors(self, side: str, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]) -> dict:
         """Relative errors of "out" and "dq", as `spread_errors` finds them; empty where nothing is compared."""
-        rows = self.kind.compared_rows(self.whole, self.ranks, side, out.device)
-        return {} if rows is None else spread_errors(self.whole, rows, inputs, out, grads)
+        rows = self.kind.compared_rows(self.workload, self.ranks, side, out.device)
+        return {} if rows is None else spread_errors(self.workload, rows, inputs, out, grads)

@@ -104,10 +104,12 @@ def measure(work: OverRanks) -> list[dict]:
 def _inputs(work: OverRanks) -> list[Tensor | None]:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    whole = work.whole
-    shapes = [(1, work.rows, heads, whole.head_dim) for heads in (whole.heads, whole.kv_heads, whole.kv_heads)]
+    workload = work.workload
+    shapes = [
+        (1, work.rows, heads, workload.head_dim) for heads in (workload.heads, workload.kv_heads, workload.kv_heads)
+    ]
     shapes += [shapes[0]] * work.backward
-    like = {"generator": generator, "dtype": getattr(torch, whole.dtype), "device": device}
+    like = {"generator": generator, "dtype": getattr(torch, workload.dtype), "device": device}
     q, k, v, *dout = (torch.randn(shape, **like) for shape in shapes)
     return [*(x.requires_grad_(work.backward) for x in (q, k, v)), *(dout or [None])]
 

@@ -34,58 +34,64 @@ FIELDS = ("tokens", "heads", "kv_heads", "head_dim", "segment_lengths", "dilatio
 COUNTS_BYTES = False  # whether a record holds the bytes that were handed to the collectives
 
 
-def check(whole: Workload, ranks: int, sides: tuple[str, ...]) -> None:
+def check(workload: Workload, ranks: int, sides: tuple[str, ...]) -> None:
     """ValueError for an unknown side, or for shards that are not equal."""
     if unknown := set(sides) - set(SIDES):
         raise ValueError(f"sides must be of {', '.join(SIDES)}; got {', '.join(sorted(unknown))}")
-    if whole.length % ranks:
-        raise ValueError(f"tokens must be a multiple of the ranks, {ranks}, got {whole.length}")
+    if workload.length % ranks:
+        raise ValueError(f"tokens must be a multiple of the ranks, {ranks}, got {workload.length}")
 
 
-def fields_of(whole: Workload) -> dict:
-    """The whole in a record: `FIELDS`."""
-    branches = whole.pattern.segment_lengths, whole.pattern.dilation_rates
-    sizes = whole.length, whole.heads, whole.kv_heads, whole.head_dim
-    return dict(zip(FIELDS, (*sizes, *branches, whole.is_causal, whole.dtype), strict=True))
+def fields_of(workload: Workload) -> dict:
+    """The workload in a record: `FIELDS`."""
+    branches = workload.pattern.segment_lengths, workload.pattern.dilation_rates
+    sizes = workload.length, workload.heads, workload.kv_heads, workload.head_dim
+    return dict(zip(FIELDS, (*sizes, *branches, workload.is_causal, workload.dtype), strict=True))
 
 
-def whole_of(record: dict) -> Workload:
-    """The whole that a record tells of."""
+def workload_of(record: dict) -> Workload:
+    """The workload that a record tells of."""
     pattern = DilatedPattern(record["segment_lengths"], record["dilation_rates"])
     sizes = {name: record[name] for name in ("heads", "kv_heads", "head_dim", "is_causal", "dtype") if name in record}
     return Workload(pattern, record["tokens"], device=torch.device("cpu"), **sizes)
 
 
-def pattern_of(whole: Workload, ranks: int, side: str) -> DilatedPattern:
+def pattern_of(workload: Workload, ranks: int, side: str) -> DilatedPattern:
     """The pattern of what a side computes."""
     if side == DENSE_RING:
-        return DilatedPattern((whole.length,), (1,))
+        return DilatedPattern((workload.length,), (1,))
     if side == ALONE:
-        inside = [branch for branch in whole.pattern.branches if whole.length // ranks % branch[0] == 0]
+        inside = [branch for branch in workload.pattern.branches if workload.length // ranks % branch[0] == 0]
         return DilatedPattern(*zip(*inside, strict=True))
-    return whole.pattern
+    return workload.pattern
 
 
-def planned(whole: Workload, ranks: int, side: str, *, backward: bool) -> dict:
+def planned(workload: Workload, ranks: int, side: str, *, backward: bool) -> dict:
     """What the plan says of the costliest rank: bytes sent, FLOP, and bytes of memory."""
-    dtype, rows = getattr(torch, whole.dtype), whole.length // ranks
-    sizes = {"batch": 1, "heads": whole.heads, "kv_heads": whole.kv_heads, "head_dim": whole.head_dim, "dtype": dtype}
-    how = {"is_causal": whole.is_causal, "transport": _transport(side), "ordered": side in ORDERS, **sizes}
-    costs = plan_ring(pattern_of(whole, ranks, side), (rows,) * ranks, **how).ranks
+    dtype, rows = getattr(torch, workload.dtype), workload.length // ranks
+    sizes = {
+        "batch": 1,
+        "heads": workload.heads,
+        "kv_heads": workload.kv_heads,
+        "head_dim": workload.head_dim,
+        "dtype": dtype,
+    }
+    how = {"is_causal": workload.is_causal, "transport": _transport(side), "ordered": side in ORDERS, **sizes}
+    costs = plan_ring(pattern_of(workload, ranks, side), (rows,) * ranks, **how).ranks
     names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
     names["planned_bytes"] = "memory_backward" if backward else "memory_forward"
     most = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
     if side == GATHERED:
-        sent = 2 * rows * whole.kv_heads * whole.head_dim * (ranks - 1)
+        sent = 2 * rows * workload.kv_heads * workload.head_dim * (ranks - 1)
         most |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
     return most
 
 
 def attention(
-    whole: Workload, ranks: int, side: str, q: Tensor, k: Tensor, v: Tensor
+    workload: Workload, ranks: int, side: str, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
     """A call that gives a side's output on this rank's shard, and the leaves that it depends on."""
-    pattern, options = pattern_of(whole, ranks, side), {}
+    pattern, options = pattern_of(workload, ranks, side), {}
     if side in ORDERS:
         options["kv_ordering"] = OrderingSpec(ORDERS[side])
         order = options["kv_ordering"].ordering(k.shape[1]).to(k.device)
@@ -94,10 +100,10 @@ def attention(
     def attend() -> Tensor:
         if side == GATHERED:
             gathered, start = map(_Gathered.apply, (k, v)), q.shape[1] * dist.get_rank()
-            return dilated_attention(q, *gathered, pattern, is_causal=whole.is_causal, query_start=start)
+            return dilated_attention(q, *gathered, pattern, is_causal=workload.is_causal, query_start=start)
         if side == ALONE:
-            return dilated_attention(q, k, v, pattern, is_causal=whole.is_causal)
-        how = {"transport": _transport(side), "is_causal": whole.is_causal}
+            return dilated_attention(q, k, v, pattern, is_causal=workload.is_causal)
+        how = {"transport": _transport(side), "is_causal": workload.is_causal}
         out = ring_dilated_attention(q, k, v, pattern, **how, **options)
         options["validate"] = False  # the first call was, and the shards are equal
         return out
@@ -105,18 +111,18 @@ def attention(
     return attend, (q, k, v)
 
 
-def compared_rows(whole: Workload, ranks: int, side: str, device: torch.device) -> ComparedRows | None:
+def compared_rows(workload: Workload, ranks: int, side: str, device: torch.device) -> ComparedRows | None:
     """The rows that are held against float64; None of attention that is another function."""
     if side == DENSE_RING:
         return None
-    pattern, group = pattern_of(whole, ranks, side), whole.heads // whole.kv_heads
-    sampled = partial(sampled_positions, pattern, whole.length, kv_heads=whole.kv_heads, count=SAMPLED_QUERIES)
-    rows, rank = whole.length // ranks, dist.get_rank()
+    pattern, group = pattern_of(workload, ranks, side), workload.heads // workload.kv_heads
+    sampled = partial(sampled_positions, pattern, workload.length, kv_heads=workload.kv_heads, count=SAMPLED_QUERIES)
+    rows, rank = workload.length // ranks, dist.get_rank()
 
     def row_of(positions: Tensor) -> Tensor:
         return torch.where(positions // rows == rank, positions - rank * rows, -1)
 
-    return ComparedRows(pattern, [sampled(kv_head=head // group) for head in range(whole.heads)], row_of, keys=0)
+    return ComparedRows(pattern, [sampled(kv_head=head // group) for head in range(workload.heads)], row_of, keys=0)
 
 
 def _transport(side: str) -> str:
@@ -128,9 +134,9 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(_, own: Tensor) -> Tensor:
-        whole = own.new_empty(1, own.shape[1] * dist.get_world_size(), *own.shape[2:])
-        dist.all_gather_into_tensor(whole[0], own[0])
-        return whole
+        rows = own.new_empty(1, own.shape[1] * dist.get_world_size(), *own.shape[2:])
+        dist.all_gather_into_tensor(rows[0], own[0])
+        return rows
 
     @staticmethod
     def backward(_, grad: Tensor) -> Tensor:

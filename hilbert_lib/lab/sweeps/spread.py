@@ -32,7 +32,7 @@ class ComparedRows:
 class Spread:
     """A tensor (1, rows, heads, head_dim) whose rows lie on the ranks: indexed as `exact_rows` does, all fetch them.
 
-    length: of the whole. row_of: as of `ComparedRows`.
+    length: rows of all ranks. row_of: as of `ComparedRows`.
     """
 
     def __init__(self, own: Tensor, length: int, row_of: Callable[[Tensor], Tensor]):
@@ -49,7 +49,7 @@ class Spread:
 
 
 def spread_errors(
-    whole: Workload, rows: ComparedRows, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]
+    workload: Workload, rows: ComparedRows, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]
 ) -> dict[str, float]:
     """Relative errors of "out" and, where there are gradients, "dq": the largest of those that are compared.
 
@@ -57,11 +57,11 @@ def spread_errors(
     """
 
     def spread(tensors: Sequence[Tensor]) -> list[Spread]:
-        return [Spread(own, whole.length, rows.row_of) for own in tensors]
+        return [Spread(own, workload.length, rows.row_of) for own in tensors]
 
     q, k, v, dout = inputs
     given = spread((q, k, v, out if dout is None else dout))
-    exact = SampledRows(given, rows.pattern, rows.queries, keys=rows.keys, is_causal=whole.is_causal)
+    exact = SampledRows(given, rows.pattern, rows.queries, keys=rows.keys, is_causal=workload.is_causal)
     errors = {"out": exact.error(spread([out]))}
     if grads:
         errors["dq"] = exact.error(spread(grads))

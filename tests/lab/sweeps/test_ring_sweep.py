@@ -48,7 +48,7 @@ def measured(tmp_path_factory):
 
 def test_records_hold_samples_and_small_errors_of_every_side(measured):
     works, _, records = measured
-    works = [work for work in works if isinstance(work.whole.pattern, DilatedPattern)]
+    works = [work for work in works if isinstance(work.workload.pattern, DilatedPattern)]
     records = [record for record in records if "tokens" in record]
     assert [record["side"] for record in records] == [side for work in works for side in work.sides]
     for record, work in zip(records, [each for each in works for _ in each.sides], strict=True):
@@ -93,7 +93,7 @@ def test_a_wrong_row_of_a_gradient_is_found(broken):
     work = OverRanks("grid", 1, whole_grid((6, 8), (3, 3)))
     inputs = [x.detach().double() for x in torch.randn(4, 1, 48, 1, 8, generator=torch.Generator().manual_seed(0))]
     leaves = [x.requires_grad_() for x in inputs[:3]]
-    out = exact(*leaves, work.whole.pattern)
+    out = exact(*leaves, work.workload.pattern)
     found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -109,10 +109,10 @@ def test_a_wrong_row_of_a_gradient_is_found(broken):
 @pytest.mark.parametrize("head", range(4))
 def test_a_wrong_row_of_any_head_of_a_sequence_is_found(head):
     cpu = torch.device("cpu")
-    whole = Workload(DilatedPattern((8,), (1,)), 32, 4, 8, cpu, is_causal=True, dtype="float64", kv_heads=2)
-    work, (q, k, v, dout) = OverRanks("weak", 1, whole), whole.tensors
+    workload = Workload(DilatedPattern((8,), (1,)), 32, 4, 8, cpu, is_causal=True, dtype="float64", kv_heads=2)
+    work, (q, k, v, dout) = OverRanks("weak", 1, workload), workload.tensors
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = dilated_attention(*leaves, whole.pattern, is_causal=True, backend="reference")
+    out = dilated_attention(*leaves, workload.pattern, is_causal=True, backend="reference")
     grads = torch.autograd.grad(out, leaves, dout)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
