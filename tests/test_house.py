@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from functools import cache
@@ -225,6 +226,19 @@ def test_at_most_two_names_in_a_hundred_say_nothing(folder):
     counts = {path.name: count(path) for path in (ROOT / folder).rglob("*.py")}
     total, empty = sum(names for names, _ in counts.values()), sum(words.total() for _, words in counts.values())
     assert empty <= 0.02 * total, {name: words for name, (_, words) in counts.items() if words}
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in ROOT.glob("lab/**/__init__.py")), ids=lambda f: f.name
+)
+def test_the_docstring_of_a_folder_of_the_laboratory_lists_its_files(folder):
+    listed = re.findall(
+        r"^(\w+)  +\S", ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), re.MULTILINE
+    )
+    inside = [path.stem for path in folder.glob("[!_]*.py")] + [
+        path.parent.name for path in folder.glob("*/__init__.py")
+    ]
+    assert sorted(listed) == sorted(inside)
 
 
 def test_no_private_name_crosses_a_module():

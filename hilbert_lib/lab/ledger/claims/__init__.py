@@ -1,5 +1,14 @@
 """The entries of the ledger, in plain Python: what is claimed, the computation that answers it, and the verdict.
 
+speed        K: an order of storage beside plain storage, dilation beside dense attention
+cache_lines  C: cache lines, hit rates, bandwidth
+mappings     M: the tables of an order
+ring         R: several GPUs
+backends     B: backends, dtypes, buffers, CUDA graphs
+safety       S: limits of memory
+grids        G: two claims of our own
+only         parameters that measure one sweep of a notebook alone
+
 A claim "holds" if all its cases do. If some do, `when` may state the condition; it counts only where most cases under
 it hold and most others do not. Else the claim "does not hold", and the verdict counts the cases that do.
 
