@@ -19,11 +19,15 @@ BLOCKS, BOXES = "blocks", "boxes"  # the kernels whose pairs are counted
 DIRECTIONS = ("forward", "backward")
 
 
-@lru_cache(maxsize=1)
 def orders_of(work: Workload) -> dict[str, Ordering]:
     """The orders that are compared on a grid, by name, on its device."""
-    made = neighbourhood_orderings(work.pattern.shape)
-    return {name: order.to(work.device) for name, order in made.items()}
+    return _orders(work.pattern.shape, work.device)
+
+
+@lru_cache(maxsize=1)
+def _orders(shape: tuple[int, ...], device: torch.device) -> dict[str, Ordering]:
+    # By shape and device: a cache of workloads would keep their tensors.
+    return {name: order.to(device) for name, order in neighbourhood_orderings(shape).items()}
 
 
 # Of q, k and v that are stored in an order, and the kernel's name: the output, stored likewise.

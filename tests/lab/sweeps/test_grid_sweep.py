@@ -1,5 +1,7 @@
 """The sweep of notebook 08 holds every order against float64; its tables and pictures show what was counted."""
 
+import gc
+import weakref
 from itertools import product
 
 import numpy as np
@@ -99,6 +101,16 @@ def test_shares_of_what_users_run_are_those_of_the_page_on_grids():
     used = counting.count_used(counting.USERS[:3]).set_index(["window", "order"]).used
     assert [used[window, "boxes"] for window in (17, 33, 65)] == pytest.approx([0.50, 0.68, 0.81], abs=0.006)
     assert (used.unstack().boxes > used.unstack().drop(columns="boxes").max(axis=1)).all()
+
+
+def test_the_tensors_of_a_workload_go_when_its_sides_have_gone():
+    (work, *_) = works()
+    sides = list(compare_kernels([work], attention, kernels=KERNELS))
+    run_sides(sides[:1], device=CPU)
+    tensors = [weakref.ref(x) for x in work.tensors]
+    del work, sides
+    gc.collect()
+    assert [ref() for ref in tensors] == [None] * 4
 
 
 def test_kernels_run_back_to_back_in_turn():
