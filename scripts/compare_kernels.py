@@ -45,7 +45,7 @@ DIRECTIONS = ("forward", "backward")
 COMPILE_SECONDS = 120  # for one pair's kernels, beside others
 # What the forward can do without and still run: its file, a pattern that is there so many times, and what it becomes.
 PARTS = {
-    "exponentials": [("steps", r"weights = gl\.exp2\((.*)\)\n", r"weights = \1\n", 1)],
+    "exponentials": [("steps", r"weights = gl\.exp2\((.*)\)(  # .*)?\n", r"weights = \1\2\n", 1)],
     "softmax": [
         ("steps", r"( +)(largest = gl\.maximum\(m, )",
          r"\1return scores * (scale * LOG2_E), gl.zeros_like(m) + 1.0, m, total\n\1\2", 1),
