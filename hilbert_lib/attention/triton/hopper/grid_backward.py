@@ -77,6 +77,7 @@ def backward_kernel(
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
     u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
     sizes = (heads, group, extra, total, programs)
+    key_masks = masks.KeyMasks(windows, padding, extra_padding)
     # The arguments are written out: a tuple that is assigned to a name loses its constants.
     if OF_KEYS:
         gl.warp_specialize([
@@ -95,11 +96,11 @@ def backward_kernel(
     else:
         gl.warp_specialize([
             (_differentiate_queries, (
-                0, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                0, lse, delta, u, key_masks, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
             )),
             (_differentiate_queries, (
-                1, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                1, lse, delta, u, key_masks, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
             )),
             (_copy, (
@@ -206,7 +207,7 @@ def _as_exponent(lse):
 
 @gluon.jit
 def _differentiate_queries(
-    NUMBER: gl.constexpr, lse, delta, dq, windows, padding, extra_padding, scale, moves, shared, axes, sizes,
+    NUMBER: gl.constexpr, lse, delta, dq, key_masks, scale, moves, shared, axes, sizes,
     BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
     EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
@@ -226,7 +227,7 @@ def _differentiate_queries(
     for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, False)
         digits = places.added(digits, ahead, counts)
-        reaches = boxes.reaches_of(place, windows, axes, RULES, False)
+        reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, False)
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         sights = masks.sights_of(corner, number, reaches, axes, RULES)
         ranks = boxes.ranks_of(number, corner, RULES)
@@ -273,8 +274,8 @@ def _differentiate_queries(
                 )  # [GROUP_ROWS, GROUP_ROWS] each
                 tiles.arrive(_b_free(shared, block))
                 scores = masks.allowed(  # [GROUP_ROWS, GROUP_ROWS]
-                    scores, sights, this_box, place, axes, padding, extra_padding, j - grid_boxes, extra, RULES, EXTRA,
-                    PADDING, EXTRA_PADDING,
+                    scores, sights, this_box, place, axes, key_masks, j - grid_boxes, extra, RULES, EXTRA, PADDING,
+                    EXTRA_PADDING,
                 )  # fmt: skip
                 weights = masks.weights_of(
                     scores, lse_row, sights, this_box, axes, j >= grid_boxes, scale, RULES, EXTRA

@@ -31,6 +31,14 @@ class Shared(NamedTuple):
     q_free: gl.shared_memory_descriptor
 
 
+class Results(NamedTuple):
+    """Tensors that the kernel writes."""
+
+    lse: gl.tensor  # (batch, heads, queries)
+    flag: gl.tensor  # 1 where a row is NaN
+    out: gl.tensor  # a descriptor
+
+
 @gluon.constexpr_function
 def holds_queries(columns):
     """Whether a group keeps its queries in registers, and computes scores beside the last box's product with v.
@@ -77,14 +85,15 @@ def forward_kernel(
     moves = (qb, q0, q1, q2), (kb, k0, k1, k2), (vb, v0, v1, v2), (eb, fb)
     out_moves = (ob, o0, o1, o2)
     sizes = (heads, group, extra, total, programs)
+    results, key_masks = Results(lse, flag, out), masks.KeyMasks(windows, padding, extra_padding)
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
-            0, lse, flag, out, windows, padding, extra_padding, scale, out_moves, shared, ring, axes, sizes,
+            0, results, key_masks, scale, out_moves, shared, ring, axes, sizes,
             BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
         )),
         (_attend, (
-            1, lse, flag, out, windows, padding, extra_padding, scale, out_moves, shared, ring, axes, sizes,
+            1, results, key_masks, scale, out_moves, shared, ring, axes, sizes,
             BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
         )),
         (_copy, (q, k, v, extra_k, extra_v, windows, moves, shared, ring, axes, sizes, RULES, EXTRA)),
@@ -144,25 +153,17 @@ def _fetch(k, v, k_at, v_at, ring, block):
 
 @gluon.jit
 def _attend(
-    NUMBER: gl.constexpr, lse, flag, out, windows, padding, extra_padding, scale, moves, shared, ring, axes, sizes,
-    BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
-    EXTRA_PADDING: gl.constexpr,
+    NUMBER: gl.constexpr, results, key_masks, scale, moves, shared, ring, axes, sizes, BLOCK_D: gl.constexpr,
+    RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of each tile against every box of keys that it sees.
 
-    Arguments, by their use:
+    With LATE the product of a box with v runs beside the scores of the next one:
 
-        results   lse, flag, out, moves (steps of out's descriptor)
-        masks     windows, padding, extra_padding, axes
-        data      shared (tiles of queries and results), ring (boxes of keys)
-        sizes     heads, heads of a group, extra keys, tiles, programs; and the scale
-
-    A box that is seen goes through three stages. With LATE the product with v comes one box late:
-
-        box 0     scores    softmax
-        box 1               scores     p0 v0   softmax
-        box 2                                  scores    p1 v1   softmax
-        end of the tile                                          p2 v2   -> beside the first scores of the next tile
+        box 0       q k0             softmax
+        box 1       q k1, p0 v0      softmax, while p0 v0 runs
+        box 2       q k2, p1 v1      softmax, while p1 v1 runs
+        next tile   q k0, p2 v2      softmax, then the output of the last tile is written
     """
     heads, group, extra, total, programs = sizes
     ROWS: gl.constexpr = tiles.GROUP_ROWS
@@ -185,7 +186,7 @@ def _attend(
     for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, False)
         digits = places.added(digits, ahead, counts)
-        reaches = boxes.reaches_of(place, windows, axes, RULES, False)
+        reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, False)
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         sights = masks.sights_of(corner, number, reaches, axes, RULES)
         buffer = turn % boxes.BUFFERS
@@ -215,8 +216,8 @@ def _attend(
                 scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])  # [GROUP_ROWS, KEYS]
                 tiles.arrive(steps.k_free(ring, block))
                 scores = masks.allowed(  # [GROUP_ROWS, KEYS]
-                    scores, sights, this_box, place, axes, padding, extra_padding, j - grid_boxes, extra, RULES, EXTRA,
-                    PADDING, EXTRA_PADDING,
+                    scores, sights, this_box, place, axes, key_masks, j - grid_boxes, extra, RULES, EXTRA, PADDING,
+                    EXTRA_PADDING,
                 )  # fmt: skip
                 before, before_sums = largest, sums  # [GROUP_ROWS], [GROUP_ROWS, 4]
                 if LATE:
@@ -233,7 +234,7 @@ def _attend(
                     if last >= 0:
                         tiles.arrive(steps.v_free(ring, last))
                     if is_first:
-                        _write(NUMBER, acc, before_sums, before, goal, out, shared, lse, flag, axes, RULES)
+                        _write(NUMBER, acc, before_sums, before, goal, results, shared, axes, RULES)
                         acc = gl.zeros_like(acc)  # [GROUP_ROWS, BLOCK_D]
                         goal = _goal_of(place, corner, moves, axes, heads, RULES)
                     else:
@@ -263,13 +264,13 @@ def _attend(
         if not LATE:
             mbarrier.arrive(shared.q_free.index(buffer))
             goal = _goal_of(place, corner, moves, axes, heads, RULES)
-            _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
+            _write(NUMBER, acc, sums, largest, goal, results, shared, axes, RULES)
             acc, sums, largest = steps.nothing(BLOCK_D, ROWS)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if LATE:
         if last >= 0:
             acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])  # [GROUP_ROWS, BLOCK_D]
             tiles.arrive(steps.v_free(ring, last))
-        _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
+        _write(NUMBER, acc, sums, largest, goal, results, shared, axes, RULES)
     tma.store_wait(0)
 
 
@@ -315,18 +316,18 @@ def _goal_of(place, corner, moves, axes, heads, RULES: gl.constexpr):
 
 
 @gluon.jit
-def _write(NUMBER: gl.constexpr, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES: gl.constexpr):
+def _write(NUMBER: gl.constexpr, acc, sums, largest, goal, results, shared, axes, RULES: gl.constexpr):
     """Write output and lse of a group's queries."""
     rank0, rank1, rank2, head_at, row = goal
     corner = (rank0, rank1, rank2)
     result, result_lse = steps.normalized(acc, sums, largest)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     tma.store_wait(0)  # the tile before has left
     queries = boxes.launch_queries(axes, RULES)
-    boxes.send(result, shared.out_tiles, NUMBER, out, boxes.within(corner, queries.first), head_at)
+    boxes.send(result, shared.out_tiles, NUMBER, results.out, boxes.within(corner, queries.first), head_at)
     number = gl.arange(0, tiles.GROUP_ROWS, largest.type.layout)  # [GROUP_ROWS]
     exists = (rank0 >= 0) & boxes.is_there(boxes.ranks_of(number, corner, RULES), queries.stop)  # [GROUP_ROWS]
     ranks = boxes.ranks_of(number, (0, 0, 0), RULES)
     row = row + boxes.cell_of(ranks, (0, 0, 0), axes.d, queries.cells)  # [GROUP_ROWS]
-    gl.store(lse + row, result_lse, mask=exists)
+    gl.store(results.lse + row, result_lse, mask=exists)
     total = gl.convert_layout(gl.sum(result, 1), largest.type.layout)  # [GROUP_ROWS]; NaN if one of them is
-    gl.store(flag + gl.zeros_like(number), gl.zeros_like(number) + 1, mask=exists & (total != total))
+    gl.store(results.flag + gl.zeros_like(number), gl.zeros_like(number) + 1, mask=exists & (total != total))

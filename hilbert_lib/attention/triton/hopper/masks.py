@@ -34,6 +34,14 @@ class Sight(NamedTuple):
     length: gl.tensor  # number of ranks that each row sees
 
 
+class KeyMasks(NamedTuple):
+    """Tensors of a launch that decide which keys a query sees."""
+
+    windows: gl.tensor  # (kv_heads, 3)
+    padding: gl.tensor  # (batch, keys)
+    extra_padding: gl.tensor  # (batch, extra keys)
+
+
 @gluon.jit
 def sights_of(corner, number, reaches, axes, RULES: gl.constexpr):
     """The `Sight` of a group of queries along each axis; `number` has the numbers of its rows."""
@@ -113,7 +121,7 @@ def _overlaps(sight, rank, left, SIDE: gl.constexpr):
 
 @gluon.jit
 def allowed(
-    scores, sights, box, place, axes, padding, extra_padding, j, extra, RULES: gl.constexpr, EXTRA: gl.constexpr,
+    scores, sights, box, place, axes, key_masks, j, extra, RULES: gl.constexpr, EXTRA: gl.constexpr,
     PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
     """Scores of a group of queries and a box of keys, -inf where they do not attend.
@@ -123,12 +131,14 @@ def allowed(
     if EXTRA:
         if j >= 0:
             scores = _of_extra(
-                scores, extra_padding, place.b, j * scores.shape[1], extra, EXTRA_PADDING
+                scores, key_masks.extra_padding, place.b, j * scores.shape[1], extra, EXTRA_PADDING
             )  # [GROUP_ROWS, columns]
         else:
-            scores = _of_grid(scores, sights, box, place, axes, padding, RULES, PADDING)  # [GROUP_ROWS, columns]
+            scores = _of_grid(
+                scores, sights, box, place, axes, key_masks.padding, RULES, PADDING
+            )  # [GROUP_ROWS, columns]
     else:
-        scores = _of_grid(scores, sights, box, place, axes, padding, RULES, PADDING)  # [GROUP_ROWS, columns]
+        scores = _of_grid(scores, sights, box, place, axes, key_masks.padding, RULES, PADDING)  # [GROUP_ROWS, columns]
     return scores
 
 
