@@ -220,6 +220,12 @@ def f(given, *, keys, _own=1):
     assert words == dict.fromkeys(("given", "own", "each", "found", "side", "whole"), 1)
 
 
+def test_a_function_of_triton_whose_shape_is_not_known_is_named():
+    text = "@triton.jit\ndef sorted_kernel(x):\n    tile = tl.sort(tl.arange(0, 8))\n"
+    with pytest.raises(NotImplementedError, match=r"the shape of tl\.sort is not known"):
+        tile_shapes.unmarked({"kernels": tile_shapes.Module("kernels", text)})
+
+
 @pytest.mark.parametrize("folder", ["attention/triton", "patterns"])
 def test_at_most_two_names_in_a_hundred_say_nothing(folder):
     count = load_script("count_names").counted

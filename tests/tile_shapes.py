@@ -12,18 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REDUCTIONS = {"sum", "max", "min"}
-BROADCASTS = {
-    "where",
-    "maximum",
-    "minimum",
-    "load",
-    "exp2",
-    "log",
-    "log2",
-    "cdiv",
-    "zeros_like",
-    "inline_asm_elementwise",
-}
+BROADCASTS = {"where", "maximum", "minimum", "load", "exp", "exp2", "log", "log2", "cdiv", "zeros_like"}
+SAME = {"convert_layout", "cumsum", "multiple_of"}
+SCALARS = {"program_id", "num_programs", "static_range", "static_assert", "store", "warp_specialize"}
 OPERATOR_NAMES = {ast.FloorDiv: "//", ast.Mult: "*", ast.Add: "+", ast.Sub: "-"}
 OPERATORS = (ast.BinOp, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp)
 
@@ -272,11 +263,15 @@ class Body:
             return Several([given[0][:-1]] * 2)
         if name == "join":
             return (*broadcast(given), "2")
-        if name == "convert_layout":
+        if name in SAME:
             return given[0]
         if name == "inline_asm_elementwise":
             return broadcast(self.value(node.args[2]))
-        return broadcast(given) if name in BROADCASTS or name == "exp" else ()
+        if name in BROADCASTS:
+            return broadcast(given)
+        if name not in SCALARS and not name.endswith("Layout") and ast.unparse(node.func) != name:
+            raise NotImplementedError(f"the shape of {ast.unparse(node.func)} is not known")
+        return ()
 
     def method(self, node: ast.Call, whole: object) -> object:
         name, first = node.func.attr, node.args[0] if node.args else None
@@ -315,16 +310,16 @@ def comments(text: str) -> dict[int, str]:
     return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
 
 
+GENERIC = ("rows", "columns", "cells", "cells")  # names of sides that differ from call to call
+
+
 def wanted(names: dict[int, set]) -> list[tuple[str, ...]]:
-    """The shape of each name that a statement assigns; sides that differ from call to call are rows and columns."""
+    """The shape of each name that a statement assigns, () for a scalar; nothing where all are."""
     wanted = []
     for shapes in names.values():
-        tiles = [
-            shape for shape in shapes if shape and not (isinstance(shape, Memory) and len(shape) == 1)
-        ]  # a barrier
+        tiles = [shape for shape in shapes if len(shape) > isinstance(shape, Memory)]  # [1] in memory is a barrier
         sides = [set(each) for each in zip(*tiles, strict=True)]
-        generic = ("rows", "columns", "cells", "cells")
-        wanted.append(tuple(each.pop() if len(each) == 1 else word for each, word in zip(sides, generic, strict=False)))
+        wanted.append(tuple(each.pop() if len(each) == 1 else word for each, word in zip(sides, GENERIC, strict=False)))
     return wanted if any(wanted) else []
 
 
