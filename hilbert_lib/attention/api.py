@@ -274,7 +274,7 @@ def computed(
     request = _with_seed(request, given.q)
 
     def choose() -> str:
-        return serving(given.q, request, backend, gradient=needs_gradient(*given))
+        return serving(given.q, given.k, request, backend, gradient=needs_gradient(*given))
 
     def run(chosen: str) -> tuple[Tensor, Tensor]:
         q = given.q

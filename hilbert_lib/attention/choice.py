@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
-from hilbert_lib.attention.backends.backend import Backend
+from hilbert_lib.attention.backends.backend import Backend, is_exporting
 from hilbert_lib.attention.backends.registry import WITHOUT_BUILD, backends_for
 from hilbert_lib.attention.documents import LOOPED
 from hilbert_lib.attention.failures import compiling, failure
@@ -50,9 +50,7 @@ class Explanation:
 
 def rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's."""
-    # torch 2.11 says "exporting" to every program that torch.compile traces.
-    is_exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    if not is_exporting:  # an exported program serves all lengths, so that none may decide
+    if not is_exporting():
         for shape, rule in remembered_rules(q.device, q.dtype):
             if shape.fits(q, call, gradient):
                 return _of_documents_first(rule, call)
@@ -84,19 +82,19 @@ def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
     return HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
 
 
-def choose(q: Tensor, call: Request, name: str, *, gradient: bool) -> str:
+def choose(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool) -> str:
     """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first."""
     asked = (name,)
     if name == "auto":
         asked = compiling(call.pattern.function, rule_for(q, call, gradient=gradient).order, q)
-    return first_that_serves(q, call, asked)
+    return first_that_serves(q, k, call, asked)
 
 
-def serving(q: Tensor, call: Request, name: str, *, gradient: bool) -> str:
+def serving(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool) -> str:
     """`choose`; ValueError, with the reasons, where no backend can serve."""
-    chosen = choose(q, call, name, gradient=gradient)
+    chosen = choose(q, k, call, name, gradient=gradient)
     if not chosen:
-        reasons = explain(q, call, name, gradient=gradient).reasons
+        reasons = explain(q, k, call, name, gradient=gradient).reasons
         told = reasons.get(name) or ", ".join(f"{each} {reason}" for each, reason in reasons.items())
         raise ValueError(f"backend={name!r} {told}; see explain_backend")
     return chosen
@@ -114,21 +112,23 @@ def is_undone(asked: str, chosen: str, device: torch.device, call: Request, rows
     return asked == "auto" and device.type == "cuda" and call.query_start is None and not is_short
 
 
-def first_that_serves(q: Tensor, call: Request, names: Sequence[str]) -> str:
+def first_that_serves(q: Tensor, k: Tensor, call: Request, names: Sequence[str]) -> str:
     """The first of some backends that serves a call, or ""."""
     backends = backends_for(call.pattern)
-    return next((name for name in names if not backends[name].refusal(q, call)), "")
+    return next((name for name in names if not backends[name].refusal(q, call, k)), "")
 
 
-def explain(q: Tensor, call: Request, name: str, *, gradient: bool, has_ordering: bool = False) -> Explanation:
+def explain(
+    q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, has_ordering: bool = False
+) -> Explanation:
     """What `choose` takes, and why not the others.
 
     has_ordering: whether k and v of a sequence are stored in another order.
     """
-    chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
+    chosen, rule = choose(q, k, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
     reasons = {}
     for candidate, backend in backends_for(call.pattern).items():
-        reasons[candidate] = _reason(backend, q, call, name, chosen, rule)
+        reasons[candidate] = _reason(backend, q, k, call, name, chosen, rule)
     if call.pattern.length is None:
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
@@ -136,9 +136,9 @@ def explain(q: Tensor, call: Request, name: str, *, gradient: bool, has_ordering
     return Explanation(chosen, reasons, rule.record)
 
 
-def _reason(backend: Backend, q: Tensor, call: Request, asked: str, chosen: str, rule: Rule) -> str:
+def _reason(backend: Backend, q: Tensor, k: Tensor, call: Request, asked: str, chosen: str, rule: Rule) -> str:
     # Say why a backend was chosen, or why it was not.
-    refusal = backend.refusal(q, call)
+    refusal = backend.refusal(q, call, k)
     looped = LOOPED if call.cu_seqlens is not None and not backend.reads_documents else ""
     failed = failure(call.pattern.function, backend.name, q)
     more = "".join(f"; {caveat}" for caveat in (failed, backend.caveat, looped) if caveat)

@@ -33,4 +33,4 @@ def explain_backend(
     known_by(api.attend, options, asked="explain_backend")
     given, request = validated(q, k, v, as_pattern(pattern), backend=backend, **options)
     has_ordering = options.get("kv_ordering") is not None
-    return explain(given.q, request, backend, gradient=needs_gradient(*given), has_ordering=has_ordering)
+    return explain(given.q, given.k, request, backend, gradient=needs_gradient(*given), has_ordering=has_ordering)

@@ -148,7 +148,12 @@ def estimate_memory(
         slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
         call = Request(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
         leaves = Tensors(q, k, k)
-    if device.type == "cuda" and not torch.cuda.is_available() and (reason := backends[backend].limits(q, call)):
+    own = backends[backend]
+    if (
+        device.type == "cuda"
+        and not torch.cuda.is_available()
+        and (reason := own.limits(q, call) or own.of_keys(q, k, call))
+    ):
         raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
     lse = torch.empty(batch, heads, rows, dtype=WORKING_DTYPE[dtype], device="meta")
@@ -158,10 +163,9 @@ def estimate_memory(
         grads = {f"d{name.replace(', ', ', d')}": size for name, size in inputs.items()}
         inputs, outputs = inputs | {"dout": q.nbytes, **outputs}, grads
     given, returned = (leaves,) if direction == "forward" else (q, leaves, q, lse), sum(outputs.values())
-    own = backends[backend].workspace
-    workspace = own(given, call, direction, device, returned) if own else None
+    workspace = own.workspace(given, call, direction, device, returned) if own.workspace else None
     if workspace is None:
-        workspace = {"temporary": _traced(given, call, backends[backend], direction, device) - returned}
+        workspace = {"temporary": _traced(given, call, own, direction, device) - returned}
     if direction == "forward" and not on_grid and has_zero_keys(call, length):
         # Their table, and weights when the rest is free again.
         table = kv_heads * rows * lse.element_size()

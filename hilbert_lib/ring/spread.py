@@ -82,7 +82,9 @@ class SequenceSpread:
 
     def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where a backend that is asked for by name cannot serve the call."""
-        if backend != "auto" and (reason := backends_for(request.pattern)[backend].refusal(tensors.q, request)):
+        if backend != "auto" and (
+            reason := backends_for(request.pattern)[backend].refusal(tensors.q, request, tensors.k)
+        ):
             raise ValueError(f"backend={backend!r} {reason}")
 
     @property
@@ -227,7 +229,7 @@ def check_spec(spec: object) -> OrderingSpec | None:
 
 
 def _serving(tensors: Tensors, request: Request, backend: str) -> str:
-    return serving(tensors.q, request, backend, gradient=needs_gradient(*tensors)) if request.part else ""
+    return serving(tensors.q, tensors.k, request, backend, gradient=needs_gradient(*tensors)) if request.part else ""
 
 
 def _sizes(tensors: Tensors) -> dict[str, object]:

@@ -127,9 +127,9 @@ def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rul
 def test_an_exported_program_asks_for_no_length(monkeypatch):
     remember(SHAPE, ("eager",), {})
     q, *_ = tensors()
-    assert choice.choose(q, Request(PATTERN), "auto", gradient=False) == "eager"
+    assert choice.choose(q, q, Request(PATTERN), "auto", gradient=False) == "eager"
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert choice.choose(q, Request(PATTERN), "auto", gradient=False) == "sdpa"
+    assert choice.choose(q, q, Request(PATTERN), "auto", gradient=False) == "sdpa"
 
 
 def test_auto_goes_by_a_remembered_measurement_and_says_so_in_one_graph_too():

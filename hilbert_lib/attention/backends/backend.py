@@ -20,6 +20,7 @@ Backward = Callable[[Tensor, Tensors, Tensor, Tensor, Request], tuple[Tensor, ..
 # device and the bytes of its results.
 Workspace = Callable[[tuple, object, str, torch.device, int], dict[str, int] | None]
 Refusal = Callable[[Tensor, Request], str]  # why q and a call cannot be served, or ""
+KeyRefusal = Callable[[Tensor, Tensor, Request], str]  # why so many keys and KV heads as k has cannot, or ""
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
@@ -37,6 +38,11 @@ def serves_all(q: Tensor, call: Request) -> str:
     return ""
 
 
+def serves_all_keys(q: Tensor, k: Tensor, call: Request) -> str:
+    """The refusal of what serves every number of keys and of KV heads."""
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """One implementation of attention over one kind of pattern, with all that is its own."""
@@ -47,6 +53,7 @@ class Backend:
     colour: str  # in figures
     functions: Callable[[torch.device], tuple[Forward, Backward]]  # for tensors on a device
     limits: Refusal = serves_all  # on every GPU; q need not be on one
+    of_keys: KeyRefusal = serves_all_keys  # likewise; an exported program, which serves all lengths, does not ask it
     here: Refusal = serves_all  # on this machine, in its settings
     package: str = ""  # its name in `presence`, unless torch or this library brings it
     reads_orderings: bool = False  # through `Request.inverse`; for others k and v are gathered once
@@ -55,8 +62,15 @@ class Backend:
     workspace: Workspace | None = None  # it, or what it returns, is None where memory is found on meta tensors
     options: tuple[str, ...] = ()  # later ones of a call that it serves
 
-    def refusal(self, q: Tensor, call: Request) -> str:
-        """Why it cannot serve a call, or "" where it can."""
+    def refusal(self, q: Tensor, call: Request, k: Tensor | None = None) -> str:
+        """Why it cannot serve a call, or "" where it can. k: may be left out where it has the shape of q."""
+        refused = self.refusal_whatever_the_keys(q, call)
+        if not refused and not is_exporting():
+            refused = self.of_keys(q, q if k is None else k, call)
+        return refused
+
+    def refusal_whatever_the_keys(self, q: Tensor, call: Request) -> str:
+        """The part of `refusal` that does not hang on how many keys and KV heads there are."""
         for name, default in _LATER:
             if name not in self.options and getattr(call, name) != default:
                 return "computes no part of a grid" if name == "part" else f"no {name}"
@@ -64,6 +78,12 @@ class Backend:
             return absent
         refused = self.here(q, call) or self.limits(q, call)
         return refused or (presence.breakage(self.package) if self.package else "")
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces this: its program serves all lengths, so that none may decide."""
+    # torch 2.11 says "exporting" to every program that torch.compile traces.
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def of_sequences(forward: Callable, backward: Callable) -> tuple[Forward, Backward]:

@@ -33,7 +33,13 @@ def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
             backend = backends_for(pattern).get(name)
             if backend is None:
                 return f"serves no {pattern.noun}, which is a part of the union"
-            if refused := backend.refusal(q, replace(request, pattern=pattern)):
+            if refused := backend.refusal_whatever_the_keys(q, replace(request, pattern=pattern)):
+                return refused
+        return ""
+
+    def of_keys(q: Tensor, k: Tensor, request: Request) -> str:
+        for pattern in request.pattern.patterns:
+            if refused := backends_for(pattern)[name].of_keys(q, k, replace(request, pattern=pattern)):
                 return refused
         return ""
 
@@ -47,6 +53,7 @@ def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
             partial(_backward, name, backends_for),
         ),
         limits=refusal,
+        of_keys=of_keys,
         caveat=caveat,
         workspace=partial(_workspace, name, backends_for),
         options=("part",),

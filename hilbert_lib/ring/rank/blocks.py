@@ -37,10 +37,10 @@ class Job:
         """The ranks."""
         return alive(self.known_group)
 
-    def backend_for(self, q: Tensor, call: Request, block: Block | None = None) -> str:
+    def backend_for(self, q: Tensor, k: Tensor, call: Request, block: Block | None = None) -> str:
         """The backend of a block, or of the fused call, in the backward that of the forward."""
         if block not in self.chosen:
-            self.chosen[block] = choose(q, call, self.backend, gradient=self.gradient)
+            self.chosen[block] = choose(q, k, call, self.backend, gradient=self.gradient)
         return self.chosen[block]
 
 
@@ -93,7 +93,7 @@ def _prepared(
         key_padding_mask=mask,
         is_part=True,
     )
-    name = job.backend_for(q, call, block)
+    name = job.backend_for(q, k, call, block)
     if name == "triton" and queries != keys:
         # Its kernels look for a query's segment among those that the keys fill, and take lengths that differ for
         # decoding: keys without weight make up for those that are missing.

@@ -229,7 +229,7 @@ def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tens
         seed = named(seed, _shard_names(layout, *q.shape[::2], q.device))
     is_part = job.call.is_part or not layout.is_fused or job.call.pattern.padding == "zeros"
     call = replace(job.call, pattern=layout.fused, seed=seed, is_part=is_part)
-    name = job.backend_for(q, call)
+    name = job.backend_for(q, k, call)
     if job.ordering is not None and BACKENDS[name].reads_orderings:
         call = replace(call, inverse=job.ordering.slots(k.device))
     elif job.ordering is not None:

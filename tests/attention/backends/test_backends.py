@@ -112,7 +112,7 @@ def test_that_flex_fails_under_reduce_overhead_is_told(gpu, monkeypatch):
     monkeypatch.setattr(presence, "state", lambda package: "")
     monkeypatch.setattr(choice, "rule_for", lambda *_, **__: HALF_RULES["Hopper"])
     for name in ("auto", "flex"):
-        told = choice.explain(on_gpu(), Request(PATTERN), name, gradient=False).reasons
+        told = choice.explain(on_gpu(), on_gpu(), Request(PATTERN), name, gradient=False).reasons
         assert "torch refused it under torch.compile(mode='reduce-overhead')" in told["flex"]
         assert "reduce-overhead" not in told["triton"]
 
