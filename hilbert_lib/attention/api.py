@@ -274,7 +274,8 @@ def computed(
     request = _with_seed(request, given.q)
 
     def choose() -> str:
-        return serving(given.q, given.k, request, backend, gradient=needs_gradient(*given))
+        has_ordering = kv_ordering is not None
+        return serving(given.q, given.k, request, backend, gradient=needs_gradient(*given), has_ordering=has_ordering)
 
     def run(chosen: str) -> tuple[Tensor, Tensor]:
         q = given.q

@@ -16,6 +16,7 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule, grid_rule
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
@@ -48,8 +49,22 @@ class Explanation:
         return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in rows.items())
 
 
-def rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
-    """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's."""
+def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = False) -> Rule:
+    """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's.
+
+    through_table: whether k and v of a sequence are to be found through a table, where a backend reads one.
+    """
+    rule = _rule_for(q, call, gradient=gradient)
+    return _of_tables(rule) if through_table else rule
+
+
+def _of_tables(rule: Rule) -> Rule:
+    # "hopper" reads no table: "triton" takes its place.
+    order = dict.fromkeys("triton" if name == "hopper" else name for name in rule.order)
+    return Rule(tuple(order), rule.record)
+
+
+def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     if not is_exporting():
         for shape, rule in remembered_rules(q.device, q.dtype):
             if shape.fits(q, call, gradient):
@@ -82,19 +97,27 @@ def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
     return HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
 
 
-def choose(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool) -> str:
-    """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first."""
+def choose(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, through_table: bool = False) -> str:
+    """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first.
+
+    through_table: as for `rule_for`.
+    """
     asked = (name,)
     if name == "auto":
-        asked = compiling(call.pattern.function, rule_for(q, call, gradient=gradient).order, q)
+        rule = rule_for(q, call, gradient=gradient, through_table=through_table)
+        asked = compiling(call.pattern.function, rule.order, q)
     return first_that_serves(q, k, call, asked)
 
 
-def serving(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool) -> str:
-    """`choose`; ValueError, with the reasons, where no backend can serve."""
-    chosen = choose(q, k, call, name, gradient=gradient)
+def serving(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, has_ordering: bool = False) -> str:
+    """`choose`; ValueError, with the reasons, where no backend can serve.
+
+    has_ordering: whether k and v of a sequence are stored in another order.
+    """
+    through_table = has_ordering and _is_through_table(name, q, call)
+    chosen = choose(q, k, call, name, gradient=gradient, through_table=through_table)
     if not chosen:
-        reasons = explain(q, k, call, name, gradient=gradient).reasons
+        reasons = explain(q, k, call, name, gradient=gradient, has_ordering=has_ordering).reasons
         told = reasons.get(name) or ", ".join(f"{each} {reason}" for each, reason in reasons.items())
         raise ValueError(f"backend={name!r} {told}; see explain_backend")
     return chosen
@@ -105,8 +128,16 @@ def is_undone(asked: str, chosen: str, device: torch.device, call: Request, rows
 
     asked: the backend asked for; chosen: the one that serves. A copy costs each row once, a table each read of a row.
     """
-    if not backends_for(call.pattern)[chosen].reads_orderings:
-        return True
+    return not backends_for(call.pattern)[chosen].reads_orderings or _copies_cost_less(asked, device, call, rows)
+
+
+def _is_through_table(asked: str, q: Tensor, call: Request) -> bool:
+    # Of k and v in another order: whether a backend that reads a table is given one. Of other patterns none reads one.
+    return isinstance(call.pattern, DilatedPattern) and not _copies_cost_less(asked, q.device, call, q.shape[1])
+
+
+def _copies_cost_less(asked: str, device: torch.device, call: Request, rows: int) -> bool:
+    # Whether "auto" has k and v copied in sequence order even for a backend that reads them through a table.
     keys = sum(min(w, rows) / r**2 for w, r in call.pattern.branches)
     is_short = rows < UNDONE_FROM or keys < UNDONE_KEYS
     return asked == "auto" and device.type == "cuda" and call.query_start is None and not is_short
@@ -125,7 +156,9 @@ def explain(
 
     has_ordering: whether k and v of a sequence are stored in another order.
     """
-    chosen, rule = choose(q, k, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
+    through_table = has_ordering and _is_through_table(name, q, call)
+    how = {"gradient": gradient, "through_table": through_table}
+    chosen, rule = choose(q, k, call, name, **how), rule_for(q, call, **how)
     reasons = {}
     for candidate, backend in backends_for(call.pattern).items():
         reasons[candidate] = _reason(backend, q, k, call, name, chosen, rule)

@@ -21,6 +21,7 @@ from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check
 from hilbert_lib.attention.zero_keys import has_zero_keys
 from hilbert_lib.internals import dense_operators, dispatch_mode
 from hilbert_lib.limits.memory import GB, device_or_default
+from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
@@ -138,6 +139,8 @@ def estimate_memory(
     more = k.new_empty(batch, extra, kv_heads, head_dim)
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
     asked = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
+    if has_kv_ordering:  # any one: the choice asks whether there is one
+        asked["kv_ordering"] = Ordering.linear(length)
     asked, named = asked | {"pattern": pattern}, backend
     backend = _serving(q, k, padding, device, named, direction == "backward", backends, asked)
     is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)

@@ -9,7 +9,7 @@ import torch
 from cases import refusals
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
-from hilbert_lib.attention.backends import fused, presence, strided, tiles
+from hilbert_lib.attention.backends import presence, strided, tiles
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.internals import WITHOUT_INTERNALS
@@ -200,22 +200,37 @@ def test_results_kept_for_one_merge_are_counted(monkeypatch, pattern, batch, kv_
     assert predicted == pytest.approx(measured, rel=1e-3)
 
 
-FUSED = {"length": 2**19, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
+FUSED = {"length": 2**19, "heads": 16, "head_dim": 64, "device": "cuda"}
+ON_HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
 
 
-@pytest.mark.parametrize(("on_hopper", "ordered"), [(True, False), (False, False), (False, True)])
-def test_fused_kernels_hold_partial_results_of_several_passes(monkeypatch, on_hopper, ordered):
+@pytest.mark.parametrize(
+    ("backend", "ordered"), [pytest.param("hopper", False, marks=ON_HOPPER), ("triton", False), ("triton", True)]
+)
+def test_fused_kernels_hold_partial_results_of_several_passes(backend, ordered):
     """And gather nothing of an ordering, which the plain ones serve."""
-    if not ordered:
-        monkeypatch.setattr(fused, "_is_hopper_call", lambda *_: on_hopper)
+    sizes = {**FUSED, "backend": backend, "has_kv_ordering": ordered}
     out, lse = 2**19 * 16 * 64 * 2, 2**19 * 16 * 4
-    forward = estimate_memory(REFERENCE, **FUSED, has_kv_ordering=ordered)
+    forward = estimate_memory(REFERENCE, **sizes)
     assert (forward.inputs, forward.outputs, forward.workspace) == (3 * out, out + lse, 0)
-    several = estimate_memory(LONG, **FUSED, has_kv_ordering=ordered)
-    assert several.workspace == (0 if on_hopper else 2 * out + lse)  # float32
-    backward = estimate_memory(LONG, **FUSED, has_kv_ordering=ordered, direction="backward")
+    several = estimate_memory(LONG, **sizes)
+    assert several.workspace == (0 if backend == "hopper" else 2 * out + lse)  # float32
+    backward = estimate_memory(LONG, **sizes, direction="backward")
     assert (backward.inputs, backward.outputs) == (5 * out + lse, 3 * out)
-    assert backward.workspace == (1 if on_hopper else 3) * 2 * out + lse
+    assert backward.workspace == (1 if backend == "hopper" else 3) * 2 * out + lse
+
+
+@ON_HOPPER
+def test_the_warp_specialised_kernels_read_no_ordering_and_a_backward_with_a_query_start_is_plain():
+    sizes = {**FUSED, "backend": "hopper"}
+    plain, stored = (estimate_memory(REFERENCE, **sizes, has_kv_ordering=has) for has in (False, True))
+    assert stored.total - plain.total == 2 * 2**19 * 16 * 64 * 2
+    some = {**FUSED, "queries": 2**18, "direction": "backward"}
+    assert estimate_memory(LONG, **some, backend="hopper") == estimate_memory(LONG, **some, backend="triton")
+    with pytest.raises(ValueError, match=r"backend='hopper' cannot serve: decodes nothing.*'triton' serves it"):
+        estimate_memory(REFERENCE, **sizes, queries=1)
 
 
 def test_what_reads_no_ordering_holds_copies_of_k_and_v():
@@ -230,7 +245,7 @@ def test_what_reads_no_ordering_holds_copies_of_k_and_v():
 
 
 def test_sums_by_atomics_are_counted_unless_deterministic(monkeypatch):
-    sizes = {"length": 2**16, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
+    sizes = {"length": 2**16, "heads": 16, "head_dim": 64, "backend": "hopper", "device": "cuda"}
     sums = "workspace: sums of dq, float32"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("other GPUs than Hopper sum dq otherwise")
@@ -344,7 +359,7 @@ def committed_peaks() -> dict[tuple, int]:
 def test_what_is_predicted_today_is_what_committed_calls_allocated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as an H200 that is not here, and its packages
     peaks = {key: peak for key, peak in committed_peaks().items() if key[0] != "flex" and key[7] in estimate.DIRECTIONS}
-    assert {key[0] for key in peaks} >= {"triton", "cudnn", "flash", "flash_attn_4", "xformers", "sdpa", "eager"}
+    assert {key[0] for key in peaks} >= {"hopper", "cudnn", "flash", "flash_attn_4", "xformers", "sdpa", "eager"}
     assert len(peaks) > 150
     for (backend, branches, length, heads, head_dim, dtype, is_causal, direction, is_grouped), peak in peaks.items():
         w, r = zip(*(map(int, branch.split(":")) for branch in branches.split()), strict=True)
@@ -360,7 +375,7 @@ def test_what_is_predicted_today_is_what_committed_calls_allocated(monkeypatch):
 # the warp-specialised kernels do not serve, and LONG takes several passes, whose partial results are float32.
 LARGE = {"length": 65536, "heads": 16, "head_dim": 128}
 NARROW = {"length": 65536, "heads": 16, "head_dim": 64}
-HALVES = ("triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES)
+HALVES = ("hopper", "triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES)
 ALL = (*HALVES, "eager")
 WIDE, WINDOWS = Neighbourhood((512, 512), 17), tuple(Neighbourhood((256, 256), n) for n in (17, 33))
 ON_A_GPU = {  # backends, pattern and options
@@ -373,8 +388,12 @@ ON_A_GPU = {  # backends, pattern and options
     "float32": (["triton", "sdpa", "xformers"], REFERENCE, {**NARROW, "dtype": torch.float32}),
     "float32, several passes": (["triton"], LONG, {**NARROW, "dtype": torch.float32}),
     "float16": (HALVES, REFERENCE, {**LARGE, "dtype": torch.float16}),
-    "ordering": (["triton", "cudnn", "sdpa", "flex"], REFERENCE, {**LARGE, "kv_heads": 8, "has_kv_ordering": True}),
-    "half of the queries": (["triton"], REFERENCE, {**LARGE, "queries": 32768, "heads": 32, "kv_heads": 8}),
+    "ordering": (
+        ["hopper", "triton", "cudnn", "sdpa", "flex"],
+        REFERENCE,
+        {**LARGE, "kv_heads": 8, "has_kv_ordering": True},
+    ),
+    "half of the queries": (["hopper", "triton"], REFERENCE, {**LARGE, "queries": 32768, "heads": 32, "kv_heads": 8}),
     # Its own peak is small: k and v have 512 MB, of which none may be copied.
     "one query": (["triton"], REFERENCE, {"length": 2**18, "queries": 1, "heads": 32, "kv_heads": 4, "head_dim": 128}),
     "eager, dropout": (["eager"], ALIGNED, {"length": 8192, "heads": 8, "dropout_p": 0.1}),
@@ -398,6 +417,8 @@ GPU_CASES = [  # eager needs up to 70 GB there, which the others of a GPU's test
 def test_on_the_gpu_the_estimate_is_what_is_allocated(case, backend, direction):
     if backend in presence.MODULES and (reason := presence.breakage(backend)):
         pytest.skip(reason)
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
     _, pattern, options = ON_A_GPU[case]
     options = {"dtype": torch.bfloat16, **options, "backend": backend}
     torch.cuda.empty_cache()

@@ -1,11 +1,16 @@
-"""The fused kernels as a backend: what they serve and the memory that they take. triton is imported when one runs."""
+"""The fused kernels for sequences as backends: what they serve and the memory that they take.
+
+"hopper" is the warp-specialised kernels, and "triton" the plain ones of the same pattern. triton is imported when one
+runs.
+"""
 
 import importlib.util
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, of_sequences
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal, of_sequences
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import limits, schedule
@@ -27,8 +32,26 @@ def absence(device: torch.device) -> str:
     return ""
 
 
+def hopper_here(q: Tensor, call: Request) -> str:
+    """Why the warp-specialised kernels, for sequences or grids, do not run here, or ""."""
+    refused = gpu_refusal(q, range(9, 10))
+    return refused or ("" if kernel_mode() == "compiled" else "needs compiled kernels, and not triton's interpreter")
+
+
 def _limits(q: Tensor, call: Request) -> str:
     return kernel_limits(q, call.first_query + q.shape[1], call.scale)
+
+
+def _hopper_limits(q: Tensor, call: Request) -> str:
+    from hilbert_lib.attention.triton.hopper import launch
+
+    return launch.refusal(q, call) or _limits(q, call)
+
+
+def _hopper_of_keys(q: Tensor, k: Tensor, call: Request) -> str:
+    from hilbert_lib.attention.triton.hopper import launch
+
+    return launch.refusal_of_keys(q, k, call) or kernel_limits(q, k.shape[1], call.scale)
 
 
 def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
@@ -43,42 +66,71 @@ def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
 
 
 def _functions(device: torch.device) -> tuple[Forward, Backward]:
+    launch = _launch()
+    return of_sequences(launch.forward, launch.backward)
+
+
+def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
+    launch = _launch()
+    return of_sequences(launch.forward_on_hopper, launch.backward_on_hopper)
+
+
+def _launch() -> ModuleType:
     try:  # every call comes here: a context would take a microsecond
         from hilbert_lib.attention.triton import launch  # triton is imported only where a kernel is used
     except (ImportError, AttributeError) as error:
         raise not_compiled("the module of dilated kernels", error) from error
 
-    return of_sequences(launch.forward, launch.backward)
+    return launch
 
 
 def _workspace(given: tuple, call: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
-    # As `launch.py`, `hopper/launch.py` and `decode.py` make them; interpreted kernels are taken for compiled ones.
-    from hilbert_lib.attention.triton import arguments, decode  # triton is imported only where a kernel is used
+    # As `launch.py` and `decode.py` make them; interpreted kernels are taken for compiled ones.
+    from hilbert_lib.attention.triton import decode  # triton is imported only where a kernel is used
 
     q, k, *_ = given[0] if direction == "forward" else given[1]
-    batch, rows, heads, head_dim = q.shape
+    batch, rows, heads, _ = q.shape
     lse, in_float = 4 * batch * rows * heads, 4 * q.numel()
-
-    def passes(kernel: str) -> tuple[schedule.Pass, ...]:
-        configs = arguments.CONFIGS[kernel].items()
-        config = next(c for (size, largest), c in configs if size == q.element_size() and head_dim <= largest)
-        return schedule.passes(call.pattern, k.shape[1], config.block_m if kernel != "dkv" else config.block_n)
-
     if direction == "forward":
         if decode.serves(q, k, call):
             return {"parts of the keys, float32": _parts(q, k, call) * (in_float + lse)}
-        if len(passes("forward")) == 1 or _is_hopper_call(q, k, call, device):
+        if _is_one_pass("forward", q, k, call):
             return {}
         return {"partial out, float32": in_float, "partial lse": lse}
     workspace = {"delta": lse}
-    hopper = call.query_start is None and _is_hopper_call(q, k, call, device)
-    if hopper and not torch.are_deterministic_algorithms_enabled():
-        return workspace | {"sums of dq, float32": in_float}
-    if len(passes("dq")) > 1:
+    if not _is_one_pass("dq", q, k, call):
         workspace["partial dq, float32"] = in_float
-    if len(passes("dkv")) > 1 and not hopper:
+    if not _is_one_pass("dkv", q, k, call):
         workspace["partial dk and dv, float32"] = 2 * 4 * k.numel()
     return workspace
+
+
+def _hopper_workspace(
+    given: tuple, call: Request, direction: str, device: torch.device, returned: int
+) -> dict[str, int]:
+    # As `launch.py` makes it, but for copies of tensors that the copy engine cannot read.
+    if direction == "forward":
+        return {}
+    if call.query_start is not None:
+        return _workspace(given, call, direction, device, returned)
+    q, k, *_ = given[1]
+    batch, rows, heads, _ = q.shape
+    workspace = {"delta": 4 * batch * rows * heads}
+    if not torch.are_deterministic_algorithms_enabled():
+        workspace["sums of dq, float32"] = 4 * q.numel()
+    elif not _is_one_pass("dq", q, k, call):
+        workspace["partial dq, float32"] = 4 * q.numel()
+    return workspace
+
+
+def _is_one_pass(kernel: str, q: Tensor, k: Tensor, call: Request) -> bool:
+    # Whether a plain kernel serves all branches in one pass.
+    from hilbert_lib.attention.triton import arguments
+
+    configs = arguments.CONFIGS[kernel].items()
+    config = next(c for (size, largest), c in configs if size == q.element_size() and q.shape[-1] <= largest)
+    block = config.block_m if kernel != "dkv" else config.block_n
+    return len(schedule.passes(call.pattern, k.shape[1], block)) == 1
 
 
 def _parts(q: Tensor, k: Tensor, call: Request) -> int:
@@ -93,19 +145,22 @@ def _parts(q: Tensor, k: Tensor, call: Request) -> int:
     return decode.split(call.pattern, keys, first, rows, batch, kv_heads, least, block)[2]
 
 
-def _is_hopper_call(q: Tensor, k: Tensor, call: Request, device: torch.device) -> bool:
-    # Whether the warp-specialised kernels serve, as `triton/hopper/launch.py` decides it for dense tensors.
-    from hilbert_lib.attention.triton.hopper import launch
-
-    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
-    return device.type == "cuda" and hopper and launch.serves(q, k.shape[1], call)
-
-
 BACKENDS = (
+    Backend(
+        name="hopper",
+        note="warp-specialised kernels that fuse branches; plain ones compute a branch that their copy engine does not "
+        "reach, and the backward of a call with a query_start",
+        colour="#D55E00",
+        functions=_hopper_functions,
+        limits=_hopper_limits,
+        of_keys=_hopper_of_keys,
+        here=hopper_here,
+        workspace=_hopper_workspace,
+    ),
     Backend(
         name="triton",
         note="one fused pass over all branches",
-        colour="#D55E00",
+        colour="#661100",
         functions=_functions,
         limits=_limits,
         here=lambda q, call: absence(q.device),

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal
-from hilbert_lib.attention.backends.fused import absence, kernel_limits
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
+from hilbert_lib.attention.backends.fused import absence, hopper_here, kernel_limits
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import Request
-from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PROGRAMS = 65535
@@ -33,11 +32,6 @@ def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
     return grid_launch.forward, grid_launch.backward
 
 
-def _hopper_here(q: Tensor, request: Request) -> str:
-    refused = gpu_refusal(q, range(9, 10))
-    return refused or ("" if kernel_mode() == "compiled" else "needs compiled kernels, and not triton's interpreter")
-
-
 def _limits(q: Tensor, request: Request) -> str:
     # The most programs along the second and the third axis of a launch.
     for name, count in (("heads", q.shape[2]), ("sequences", q.shape[0])):
@@ -60,7 +54,7 @@ BACKENDS = (
         colour="#0072B2",
         functions=_hopper_functions,
         limits=_hopper_limits,
-        here=_hopper_here,
+        here=hopper_here,
         workspace=_workspace,
         options=("part",),
     ),

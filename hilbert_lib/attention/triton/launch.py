@@ -1,4 +1,4 @@
-"""Launches: the kernels as the `forward` and `backward` of a backend."""
+"""Launches: the `forward` and `backward` of a backend, by the plain kernels, and by the warp-specialised ones."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,17 +28,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Ten
 
     Raises ValueError for more keys than the kernels can count.
     """
-    if k.shape[1] > POSITIONS:
-        raise ValueError(f"k must have up to {POSITIONS:,} rows with backend='triton', got {k.shape[1]:,}")
+    _check_positions(k, "triton")
     if call.cu_seqlens is not None:
         check_rows(call.cu_seqlens, k.shape[1], call.max_seqlen)
     if decode.serves(q, k, call):
         return decode.forward(q, k, v, call)
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    if hopper.runs((q, k, v), k.shape[1], call):
-        return _forward_on_hopper(q, k, v, call, lse), lse
+    lse = _no_lse(q)
     todo = schedule.passes(call.pattern, scheduled_length(call, k.shape[1]), config_of("forward", q).block_m)
     out = result(q, todo, call)
     partial_out, partial_lse = out, lse
@@ -54,8 +51,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Ten
     return *as_asked(dtype, out), lse
 
 
-def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Request, lse: Tensor) -> Tensor:
-    # The output; lse is filled in place.
+def _check_positions(k: Tensor, backend: str) -> None:
+    if k.shape[1] > POSITIONS:
+        raise ValueError(f"k must have up to {POSITIONS:,} rows with backend={backend!r}, got {k.shape[1]:,}")
+
+
+def _no_lse(q: Tensor) -> Tensor:
+    # That of rows which no kernel visits.
+    return torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+
+
+def forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
+    """The same by the warp-specialised kernels; a tensor that they cannot read is copied once.
+
+    The plain kernels compute branches whose rows the copy engine does not reach, and again, where a tile is cut off,
+    tiles with a NaN. In an exported program, which serves all lengths, they also compute the lengths that the
+    warp-specialised kernels do not serve: elsewhere `hopper.launch.refusal_of_keys` refuses these.
+    """
+    _check_positions(k, "hopper")
+    if hopper.refusal_of_keys(q, k, call):
+        return forward(q, k, v, call)
+    q, k, v = hopper.as_read(q, k, v)
+    lse = _no_lse(q)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
     block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
@@ -82,52 +99,59 @@ def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Request, lse: Tens
         return first + repeated + last
 
     _start(starts, (q, k, v), (out, lse, flag), call, "forward on hopper")
-    return out
+    return out, lse
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. On Hopper dq is summed in an order that varies, unless torch asks for determinism."""
+    """Gradients of q, k and v."""
     dtype = q.dtype
     q, k, v, dout, out = as_computed(q, k, v, dout, out)
     delta = torch.empty_like(lse)
     given = (q, k, v, dout, lse, delta)
+    (dk, dv), sums_of_keys, of_keys = _in_passes("dkv", given, (k, v), call)
+    (dq,), sums_of_queries, of_queries = _in_passes("dq", given, (q,), call)
 
-    def in_passes(name: str, *like: Tensor) -> tuple[list[Tensor], list[Tensor], Callable[[], list[Start]]]:
-        # Gradients by all passes of a plain kernel; several add them up in float32 first. And the starts.
-        config = config_of(name, q)
-        length = scheduled_length(call, k.shape[1])
-        todo = schedule.passes(call.pattern, length, config.block_n if name == "dkv" else config.block_m)
-        found = sums = [result(x, todo, call) for x in like]
-        if len(todo) > 1:
-            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like]
-        tensors = (*given, *found, *sums)
-        return found, sums, lambda: [_plain(name, tensors, call, *one) for one in _in_order(todo)]
+    def starts() -> list[Start]:
+        return [_delta(out, dout, delta), *of_keys(), *of_queries()]
 
+    made = (delta, dk, dv, *sums_of_keys, dq, *sums_of_queries)
+    _start(starts, (q, k, v, dout, lse, out), made, call, "backward")
+    return as_asked(dtype, dq, dk, dv)
+
+
+def backward_on_hopper(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by the warp-specialised kernels. dq is summed in an order that varies.
+
+    Where torch asks for determinism, a plain kernel computes dq. With a query_start the plain kernels compute all: the
+    others count every row of q from position 0. So they do of branches, and of lengths, as in `forward_on_hopper`.
+    """
+    if call.query_start is not None or hopper.refusal_of_keys(q, k, call):
+        return backward(dout, q, k, v, out, lse, call)
+    q, k, v, dout = hopper.as_read(q, k, v, dout)
+    delta = torch.empty_like(lse)
+    given = (q, k, v, dout, lse, delta)
+    # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
     sums, more = None, ()
-    on_hopper = call.query_start is None and hopper.runs((q, k, v, dout), k.shape[1], call)
-    if on_hopper:
-        # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
-        if not torch.are_deterministic_algorithms_enabled():
-            sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-        ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
-        dk, dv = (result(x, ours[:1], call) for x in (k, v))
+    ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
+    dk, dv = (result(x, ours[:1], call) for x in (k, v))
 
-        def of_keys() -> list[Start]:
-            first = [
-                hopper.backward(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
-                for number, one in enumerate(ours)
-            ]
-            tensors = (*given, dk, dv, dk, dv)
-            return first + [_plain("dkv", tensors, call, one, False, True) for one in theirs]
+    def of_keys() -> list[Start]:
+        first = [
+            hopper.backward(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
+            for number, one in enumerate(ours)
+        ]
+        tensors = (*given, dk, dv, dk, dv)
+        return first + [_plain("dkv", tensors, call, one, False, True) for one in theirs]
 
+    if torch.are_deterministic_algorithms_enabled():
+        (dq,), own, of_queries = _in_passes("dq", given, (q,), call)
+        more = (dq, *own)
     else:
-        (dk, dv), more, of_keys = in_passes("dkv", k, v)
-    if sums is None:
-        (dq,), own, of_queries = in_passes("dq", q)
-        more = (*more, dq, *own)
-    else:
+        sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
 
         def of_queries() -> list[Start]:
             tensors = (*given, sums, sums)
@@ -136,11 +160,25 @@ def backward(
     def starts() -> list[Start]:
         return [_delta(out, dout, delta), *of_keys(), *of_queries()]
 
-    name = "backward on hopper" if on_hopper else "backward"
-    _start(starts, (q, k, v, dout, lse, out), (delta, dk, dv, sums, *more), call, name)
+    _start(starts, (q, k, v, dout, lse, out), (delta, dk, dv, sums, *more), call, "backward on hopper")
     if sums is not None:
-        dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype))
-    return as_asked(dtype, dq, dk, dv)
+        dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype))
+    return dq, dk, dv
+
+
+def _in_passes(
+    name: str, given: tuple[Tensor, ...], like: tuple[Tensor, ...], call: Request
+) -> tuple[list[Tensor], list[Tensor], Callable[[], list[Start]]]:
+    # Gradients by all passes of a plain kernel; several add them up in float32 first. And the starts.
+    q, k = given[:2]
+    config = config_of(name, q)
+    length = scheduled_length(call, k.shape[1])
+    todo = schedule.passes(call.pattern, length, config.block_n if name == "dkv" else config.block_m)
+    found = sums = [result(x, todo, call) for x in like]
+    if len(todo) > 1:
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like]
+    tensors = (*given, *found, *sums)
+    return found, sums, lambda: [_plain(name, tensors, call, *one) for one in _in_order(todo)]
 
 
 def _start(starts: Callable[[], list[Start]], given: tuple, made: tuple, call: Request, name: str) -> None:

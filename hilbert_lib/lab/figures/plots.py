@@ -36,7 +36,8 @@ LOOKS = {
     "torchscale": ("#CC79A7", "D"),
     "fkodom": ("#000000", "x"),
 }
-LOOKS |= {name: (backend.colour, SHAPES[n % len(SHAPES)]) for n, (name, backend) in enumerate(BACKENDS.items())}
+_NAMES = sorted(BACKENDS, key="triton".__eq__)  # the last one, so that the others keep the markers of older figures
+LOOKS |= {name: (BACKENDS[name].colour, SHAPES[n % len(SHAPES)]) for n, name in enumerate(_NAMES)}
 
 
 def lines(data: pd.DataFrame, **axes) -> Figure:

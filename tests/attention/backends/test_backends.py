@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import HALF_RULES
 
 PACKAGES = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "xformers"]
-NAMES = ["triton", "cudnn", "flash", *PACKAGES, "flex", "sdpa", "eager", "reference"]
+NAMES = ["hopper", "triton", "cudnn", "flash", *PACKAGES, "flex", "sdpa", "eager", "reference"]
 PATTERN = DilatedPattern((8, 16), (1, 2))
 
 
@@ -35,10 +36,10 @@ def test_every_backend_is_listed_and_flash_attention_1_has_no_build():
     assert "sdpa" in explanation.reasons["flash_attn_1"]
 
 
-def on_gpu(dtype=torch.bfloat16, head_dim=64):
-    """What a refusal asks of q, on a GPU that is not here."""
+def on_gpu(dtype=torch.bfloat16, head_dim=64, rows=16, heads=2):
+    """What a refusal asks of q or k, on a GPU that is not here."""
     device = SimpleNamespace(type="cuda")
-    shape = torch.Size((1, 16, 2, head_dim))
+    shape = torch.Size((1, rows, heads, head_dim))
     return SimpleNamespace(
         device=device, dtype=dtype, is_cuda=True, shape=shape, element_size=lambda: dtype.itemsize, requires_grad=False
     )
@@ -58,6 +59,7 @@ def gpu(monkeypatch):
         for question in ("absence", "breakage") if with_packages else ():
             monkeypatch.setattr(presence, question, lambda package: "")
         monkeypatch.setattr(fused, "absence", lambda device: "")
+        monkeypatch.setattr(fused, "kernel_mode", lambda: "compiled")
         monkeypatch.setattr(flex, "kernel_mode", lambda: "compiled")
 
     return set_capability
@@ -71,7 +73,7 @@ SERVED = [  # capability, dtype, head_dim, which serve beside triton, eager and 
     ((7, 5), torch.bfloat16, 64, set()),
     ((8, 0), torch.bfloat16, 64, HALVES | {"sdpa", "xformers"}),
     ((8, 9), torch.float16, 128, HALVES | {"sdpa", "xformers"}),
-    ((9, 0), torch.bfloat16, 128, HALVES | {"sdpa", "xformers", "flash_attn_3", "flash_attn_4"}),
+    ((9, 0), torch.bfloat16, 128, HALVES | {"hopper", "sdpa", "xformers", "flash_attn_3", "flash_attn_4"}),
     ((9, 0), torch.bfloat16, 256, HALVES - {"cudnn"} | {"sdpa", "xformers", "flash_attn_3"}),
     ((8, 6), torch.bfloat16, 192, HALVES - {"cudnn"} | {"sdpa", "xformers"}),
     ((8, 6), torch.bfloat16, 200, HALVES - {"cudnn", "flash"} | {"sdpa", "xformers"}),
@@ -80,7 +82,7 @@ SERVED = [  # capability, dtype, head_dim, which serve beside triton, eager and 
     ((12, 0), torch.bfloat16, 208, HALVES - {"cudnn", "flash"} | {"sdpa", "xformers"}),
     ((12, 0), torch.bfloat16, 256, HALVES - {"cudnn"} | {"sdpa", "xformers"}),
     ((9, 0), torch.bfloat16, 20, set()),
-    ((9, 0), torch.bfloat16, 8, HALVES - {"flex"} | {"sdpa", "xformers", "flash_attn_3", "flash_attn_4"}),
+    ((9, 0), torch.bfloat16, 8, HALVES - {"flex"} | {"hopper", "sdpa", "xformers", "flash_attn_3", "flash_attn_4"}),
     ((9, 0), torch.float32, 64, {"sdpa", "xformers"}),
     ((9, 0), torch.float64, 64, set()),
     ((10, 0), torch.bfloat16, 64, HALVES | {"sdpa", "xformers", "flash_attn_4"}),
@@ -97,13 +99,135 @@ def test_which_backends_serve_a_plain_call(gpu, capability, dtype, head_dim, ser
     assert ("triton" in serving) == (dtype != torch.float64)
 
 
+# What "auto" tried, in order, when "triton" was the name of the plain kernels and of the warp-specialised ones.
+FLASH = ("flash_attn_4", "flash_attn_3", "flash", "flash_attn_2")
+BEFORE = {
+    (9, 0): ("triton", "cudnn", *FLASH, "xformers", "sdpa", "eager"),
+    (8, 0): ("triton", "cudnn", "flash_attn_2", "flash", "xformers", "sdpa", "eager"),
+    (10, 0): ("cudnn", "flash_attn_4", "triton", "flash", "flash_attn_2", "xformers", "sdpa", "eager"),
+    (7, 5): ("sdpa", "xformers", "eager"),
+}
+BEFORE_IN_FULL = ("sdpa", "triton", "eager")
+PATTERNS = [((1024, 4096), (1, 4)), ((4096,), (3,)), ((2**30,), (5,)), ((4096, 2**30), (4, 7))]
+ROWS = {"all": (16400, 16400), "some": (4096, 16400), "one": (1, 16400), "few of few": (6, 20), "few": (12, 12)}
+ROWS |= {"a multiple of the rates": (16380, 16380)}
+OPTIONS = {
+    "plain": {},
+    "dropout": {"dropout_p": 0.1},
+    "padding": {"key_padding_mask": torch.zeros(1, 1, dtype=torch.bool)},
+    "documents": {"cu_seqlens": torch.zeros(2, dtype=torch.int32)},
+    "ordering": {},
+}
+
+
+def kernels_before(capability, q, k, call, has_ordering) -> tuple[str, bool]:
+    """Which kernels ran by "auto", and whether k and v were copied in sequence order first."""
+    from hilbert_lib.attention.triton import decode
+    from hilbert_lib.attention.triton.hopper import division
+
+    order = BEFORE[capability] if q.element_size() == 2 else BEFORE_IN_FULL
+    if call.cu_seqlens is not None:
+        order = sorted(order, key=lambda name: name != "triton")
+    name = next(each for each in order if not BACKENDS[each].refusal(q, call, k))
+    is_copied = has_ordering and choice.is_undone("auto", name, q.device, call, q.shape[1])
+    if name != "triton":
+        return name, is_copied
+    if decode.serves(q, k, call):
+        return "decoding", is_copied
+    on_hopper = (
+        capability == (9, 0)
+        and q.element_size() == 2
+        and q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+        and is_copied == has_ordering
+        and call.key_padding_mask is None
+        and call.cu_seqlens is None
+        and call.dropout_p == 0.0
+        and any(division.is_reached(w, r, k.shape[1]) for w, r in call.pattern.branches)
+    )
+    return "warp-specialised" if on_hopper else "plain", is_copied
+
+
+def kernels_now(q, k, call, has_ordering) -> tuple[str, bool]:
+    from hilbert_lib.attention.triton import decode
+
+    name = choice.serving(q, k, call, "auto", gradient=False, has_ordering=has_ordering)
+    is_copied = has_ordering and choice.is_undone("auto", name, q.device, call, q.shape[1])
+    plain = "decoding" if decode.serves(q, k, call) else "plain"
+    return {"hopper": "warp-specialised", "triton": plain}.get(name, name), is_copied
+
+
+@pytest.mark.parametrize("capability", BEFORE)
+def test_auto_runs_the_kernels_that_it_ran_when_both_had_one_name(monkeypatch, gpu, capability):
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    gpu(*capability)
+    architecture = [name for least, name in machine.ARCHITECTURES if least <= capability][-1]
+    monkeypatch.setattr(choice, "get_gpu_info", lambda device: SimpleNamespace(architecture=architecture))
+    monkeypatch.setattr(choice, "remembered_rules", lambda device, dtype: ())
+    dtypes, head_dims = (torch.bfloat16, torch.float16, torch.float32, torch.float64), (8, 20, 64, 128, 192)
+    seen = set()
+    for dtype, head_dim, branches, rows, option in product(dtypes, head_dims, PATTERNS, ROWS.values(), OPTIONS):
+        queries, keys = rows
+        start = None if queries == keys else keys - queries
+        if option == "documents" and start is not None:
+            continue
+        q, k = on_gpu(dtype, head_dim, queries, heads=8), on_gpu(dtype, head_dim, keys, heads=2)
+        call = Request(DilatedPattern(*branches), scale=head_dim**-0.5, query_start=start, **OPTIONS[option])
+        found = kernels_now(q, k, call, option == "ordering")
+        assert found == kernels_before(capability, q, k, call, option == "ordering"), (q, k, call)
+        seen.add(found)
+    of_all = {name for name, _ in seen}
+    assert ("warp-specialised" in of_all) == (capability == (9, 0))
+    assert of_all >= ({"decoding", "plain"} if capability != (7, 5) else {"sdpa", "eager"})
+    if capability == (9, 0):
+        assert seen >= {("warp-specialised", True), ("warp-specialised", False), ("plain", False), ("decoding", False)}
+
+
+@pytest.mark.parametrize(
+    ("given", "queries", "words"),
+    [
+        ({"capability": (8, 0)}, 16, "needs compute capability 9.x"),
+        ({"dtype": torch.float32}, 16, "serves float16 and bfloat16, got float32"),
+        ({"head_dim": 136}, 16, "serves a head_dim up to 128, a multiple of 8; got 136"),
+        ({"head_dim": 20}, 16, "serves a head_dim up to 128, a multiple of 8; got 20"),
+        ({"dropout_p": 0.1}, 16, "no dropout, got dropout_p=0.1; 'triton' serves it"),
+        ({"key_padding_mask": torch.zeros(1, 16, dtype=torch.bool)}, 16, "no key_padding_mask; 'triton' serves it"),
+        ({"cu_seqlens": torch.tensor([0, 16])}, 16, "no cu_seqlens: it serves no packed documents; 'triton' serves it"),
+        ({"inverse": torch.arange(16)}, 16, "reads k and v in sequence order alone; 'triton' serves it"),
+        ({"pattern": DilatedPattern((64,), (3,))}, 16, "reaches all rows of no branch of 16 keys; 'triton' serves it"),
+        ({"query_start": 15}, 1, "decodes nothing: 1 queries of 16 keys are shared out key by key; 'triton' serves it"),
+        ({}, 24, "no query without a key at its position, got 24 queries of 16 keys; 'triton' serves it"),
+        ({"query_start": 10}, 6, ""),
+        ({}, 16, ""),
+    ],
+)
+def test_what_the_warp_specialised_kernels_do_not_serve_is_named(gpu, given, queries, words):
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    given = {"pattern": PATTERN, "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, **given}
+    gpu(*given.pop("capability"))
+    form = given.pop("dtype"), given.pop("head_dim")
+    q, k = on_gpu(*form, queries), on_gpu(*form)
+    refusal = BACKENDS["hopper"].refusal(q, Request(**given), k)
+    assert words in refusal
+    assert bool(words) == bool(refusal)
+
+
+def test_the_choice_of_an_exported_program_asks_for_no_length(monkeypatch, gpu):
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    gpu(9, 0)
+    unreached = Request(DilatedPattern((64,), (3,)))
+    assert BACKENDS["hopper"].refusal(on_gpu(), unreached)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert not BACKENDS["hopper"].refusal(on_gpu(), unreached)
+
+
 @pytest.mark.parametrize("option", ["dropout_p", "key_padding_mask", "query_start"])
 def test_options_that_a_kernel_lacks_are_refused_by_name(gpu, option):
     gpu(9, 0)
     given = {"dropout_p": 0.1, "key_padding_mask": torch.zeros(1, 16, dtype=torch.bool), "query_start": 3}[option]
     for name in NAMES:
         refusal = BACKENDS[name].refusal(on_gpu(), Request(PATTERN, **{option: given}))
-        lacks_it = name not in ("triton", "eager", "reference")
+        lacks_it = name not in ("triton", "eager", "reference") and (name, option) != ("hopper", "query_start")
         assert refusal.startswith(f"no {option.removesuffix('_p')}") if lacks_it else not refusal, name
 
 

@@ -237,9 +237,6 @@ class Sources:
         self.modules = {f"{PACKAGE}.start": SimpleNamespace(Start=Start, start=self._start)}
         self.starts: list[Start] = []
         self.run = run
-        # A GPU of compute capability 9.0 is asked for nowhere else.
-        served = self.module(f"{PACKAGE}.hopper.launch")
-        served.runs = lambda tensors, keys, call: served.serves(tensors[0], keys, call)
         self.launch = self.module(f"{PACKAGE}.launch")
         self.grids = self.module(f"{PACKAGE}.hopper.grid_launch")
         self.grids.multiprocessors = lambda device: 3  # so that a program takes several tiles

@@ -124,15 +124,18 @@ def drawn(*shape, dtype=torch.bfloat16, number=4):
     return [torch.zeros(shape, dtype=dtype) for _ in range(number)]
 
 
-def along(tensors, again: bool = False, **options) -> None:
-    """A forward or, again, a backward along a sequence."""
+def along(tensors, again: bool = False, *, on_hopper: bool = False, **options) -> None:
+    """A forward or, again, a backward along a sequence, by the plain kernels or by the warp-specialised ones."""
     q, k, v, dout = tensors
     call = Request(**{"pattern": PATTERN, "scale": 0.125} | options)
+    forward, backward = launch.forward, launch.backward
+    if on_hopper:
+        forward, backward = launch.forward_on_hopper, launch.backward_on_hopper
     if not again:
-        launch.forward(q, k, v, call)
+        forward(q, k, v, call)
     else:
         out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-        launch.backward(dout, q, k, v, out, lse, call)
+        backward(dout, q, k, v, out, lse, call)
 
 
 def on_grid(module, again: bool, **options) -> None:
@@ -200,8 +203,8 @@ if __name__ == "__main__":
     passes = DilatedPattern((32, 64, 256), (1, 8, 64))
     for again in (False, True):
         for on_hopper in (True, False):
-            launch.hopper.runs = lambda *_, on_hopper=on_hopper: on_hopper
-            thrice(f"sequence {on_hopper} {again}", lambda again=again: along(drawn(2, 256, 4, 64), again))
+            run = partial(along, again=again, on_hopper=on_hopper)
+            thrice(f"sequence {on_hopper} {again}", lambda run=run: run(drawn(2, 256, 4, 64)))
         # By the plain kernels.
         thrice(f"several passes {again}", lambda again=again: along(drawn(2, 256, 4, 64), again, pattern=passes))
         thrice(f"all options {again}", lambda again=again: along(drawn(2, 256, 4, 64), again, **every_option()))
@@ -282,10 +285,9 @@ if __name__ == "__main__":
             start(lambda dout=dout: [grid_launch.delta_of(dout, out, delta)], (out, dout, delta))
     told["places"] = len([*starting._recordings.values()][-1].launches)
     # Nothing of a call is held. The fourth is of the same tensors: maps of their descriptors are there.
-    launch.hopper.runs = lambda *_: True
     tensors = base()
     for n in range(4):
-        along(tensors if n else base())
+        along(tensors if n else base(), on_hopper=True)
     maps = told["maps"]
     refs = [*map(ref, tensors)]
     del tensors
@@ -293,5 +295,5 @@ if __name__ == "__main__":
     told["held"] = sum(each() is not None for each in refs)
     starting.forget()
     with noted("forgotten"):
-        along(base())
+        along(base(), on_hopper=True)
     print(json.dumps(told | {"heard": len(heard), "maps": maps}))

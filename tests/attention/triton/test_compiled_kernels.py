@@ -309,6 +309,8 @@ def failing():
     [
         ("sequence forward", "forward.forward_kernel", "triton", "sdpa"),
         ("sequence backward", "backward.dq_kernel", "triton", "sdpa"),
+        ("sequence on hopper forward", "hopper.forward.forward_kernel", "hopper", "sdpa"),
+        ("sequence on hopper backward", "hopper.backward.backward_kernel", "hopper", "sdpa"),
         ("grid forward", "hopper.grid_forward.forward_kernel", "hopper", "triton"),
         ("grid backward", "hopper.grid_backward.backward_kernel", "hopper", "triton"),
     ],

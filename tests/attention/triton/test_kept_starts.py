@@ -16,23 +16,23 @@ CALLS = {
     "causal": partial(ALONG, is_causal=True),
     "coarse rates": partial(ALONG, pattern=DilatedPattern((64, 256, 1024), (1, 16, 64))),
     "dropout": partial(ALONG, dropout_p=0.5),
+    "hopper": partial(ALONG, backend="hopper"),
+    "hopper, causal": partial(ALONG, backend="hopper", is_causal=True),
+    "hopper, coarse rates": partial(ALONG, pattern=DilatedPattern((64, 256, 1024), (1, 16, 64)), backend="hopper"),
     "grid, boxes": partial(neighbourhood_attention, neighbourhood=Neighbourhood((32, 32), 7), backend="hopper"),
     "grid": partial(neighbourhood_attention, neighbourhood=Neighbourhood((32, 32), 7), backend="triton"),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kernels", ["the fastest", "plain"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_kept_start_has_the_bits_of_tritons_own(monkeypatch, deterministic, name, kernels, dtype):
-    from hilbert_lib.attention.triton import launch
+def test_a_kept_start_has_the_bits_of_tritons_own(monkeypatch, deterministic, name, dtype):
     from hilbert_lib.attention.triton import start as starting
 
-    if name == "grid, boxes" and (dtype == torch.float32 or torch.cuda.get_device_capability() != (9, 0)):
-        pytest.skip("boxes are of half precision, on Hopper")
-    if kernels == "plain":
-        monkeypatch.setattr(launch.hopper, "runs", lambda *_: False)
+    is_on_hopper = name.startswith("hopper") or name == "grid, boxes"
+    if is_on_hopper and (dtype == torch.float32 or torch.cuda.get_device_capability() != (9, 0)):
+        pytest.skip("warp-specialised kernels are of half precision, on Hopper")
     starting.forget()
     drawn = torch.randn(2, 4, 1, 1024, 4, 64, device="cuda").to(dtype)
     # On the side stream other memory is free than on the first.

@@ -113,8 +113,7 @@ ERRORS = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 5e-6}
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", SEVERAL, ids="-".join)
 @pytest.mark.parametrize(("branches", "head_dim", "dtype"), COMPILED)
-def test_compiled_kernels_with_every_option_equal_the_reference(monkeypatch, branches, head_dim, dtype, options):
-    monkeypatch.setattr(launch.hopper, "runs", lambda *_: False)
+def test_compiled_kernels_with_every_option_equal_the_reference(branches, head_dim, dtype, options):
     tensors = drawn(900, 4, 2, head_dim, batch=2, dtype=dtype, device=DEVICE)
     pattern = DilatedPattern(*LONG[branches])
     found, expected = by_kernels_and_exactly(pattern, tensors, options, slice(300, 700))
@@ -128,13 +127,14 @@ def test_compiled_kernels_with_every_option_equal_the_reference(monkeypatch, bra
 @pytest.mark.parametrize("branches", LONG)
 @pytest.mark.parametrize(("head_dim", "dtype"), FEW_ROWS)
 @pytest.mark.parametrize("kernels", ["warp-specialised", "plain", "decoding"])
-def test_scores_of_ten_thousand_are_exact_to_the_rounding_of_lse(monkeypatch, kernels, head_dim, dtype, branches):
+def test_scores_of_ten_thousand_are_exact_to_the_rounding_of_lse(kernels, head_dim, dtype, branches):
     # Every score is 0, 8,192 or 16,384 or less by as much, which all dtypes hold, and the weights that are not 0 are
     # equal. Gradients, passes and parts of the keys go by lse, which float32 rounds as it does scores of that size.
-    if kernels != "warp-specialised":
-        monkeypatch.setattr(launch.hopper, "runs", lambda *_: False)
-    elif dtype == torch.float32 or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs 16 bits and compute capability 9.0")
+    forward, backward = launch.forward, launch.backward
+    if kernels == "warp-specialised":
+        if dtype == torch.float32 or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs 16 bits and compute capability 9.0")
+        forward, backward = launch.forward_on_hopper, launch.backward_on_hopper
     q, k, v, dout = drawn(900, 4, 2, head_dim, dtype=dtype, device=DEVICE)
     q, k = q * 0, k * 0
     k[..., 0] = torch.randint(0, 3, k.shape[:3], generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -146,13 +146,13 @@ def test_scores_of_ten_thousand_are_exact_to_the_rounding_of_lse(monkeypatch, ke
         q[..., 0] = level
         exact = [x.double() for x in (q, k, v)]
         expected, expected_lse = reference.forward(Tensors(*exact), call)
-        out, lse = launch.forward(q, k, v, call)
+        out, lse = forward(q, k, v, call)
         assert norms([out], [expected])[0] < ERRORS[dtype] + rounding
         assert (lse - expected_lse).abs().max() < rounding
         if kernels != "decoding":
             # Of dq and dk nothing is asked: equal weights cancel in them but for rounding.
             expected_dv = reference.backward(dout.double(), Tensors(*exact), expected, expected_lse, call)[2]
-            dv = launch.backward(dout, q, k, v, out, lse, call)[2]
+            dv = backward(dout, q, k, v, out, lse, call)[2]
             assert norms([dv], [expected_dv])[0] < ERRORS[dtype] + rounding
 
 
@@ -263,7 +263,10 @@ def test_float64_is_refused_and_the_interpreter_is_never_chosen_by_itself():
     q = torch.zeros(1, 4, 1, 8, device=DEVICE, dtype=torch.bfloat16)
     pattern = DilatedPattern((4,), (1,))
     assert "got float64" in explain_backend(*[q.double()] * 3, pattern).reasons["triton"]
-    assert explain_backend(q, q, q, pattern).chosen == ("triton" if DEVICE == "cuda" else "sdpa")
+    fused = "sdpa"
+    if DEVICE == "cuda":
+        fused = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton"
+    assert explain_backend(q, q, q, pattern).chosen == fused
     assert explain_backend(*[q.float()] * 3, pattern).chosen == "sdpa"
 
 
@@ -278,17 +281,18 @@ def test_causality_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys():
 def test_a_call_is_served_where_the_copy_engine_reaches_some_branch():
     for branches, length, serves in ((((8, 9), (1, 4)), 10, True), (((9,), (4,)), 10, False), (((8,), (4,)), 8, True)):
         q = torch.zeros(1, length, 1, 64, dtype=torch.bfloat16)
-        assert launch.hopper.serves(q, length, Request(DilatedPattern(*branches))) == serves
+        call = Request(DilatedPattern(*branches))
+        assert not launch.hopper.refusal(q, call)
+        assert ("copy engine" in launch.hopper.refusal_of_keys(q, q, call)) == (not serves)
 
 
 def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
-    monkeypatch.setattr(launch.hopper, "runs", lambda *_: True)
     monkeypatch.delattr(launch.hopper, "backward")
     torch.manual_seed(0)
     q, dout, out = torch.randn(3, 1, 5, 1, 16, device=DEVICE)
     k, v = torch.randn(2, 1, 48, 1, 16, device=DEVICE)
     call = Request(DilatedPattern((24,), (1,)), scale=0.25, query_start=20)
-    grads = launch.backward(dout, q, k, v, out, torch.zeros(1, 1, 5, device=DEVICE), call)
+    grads = launch.backward_on_hopper(dout, q, k, v, out, torch.zeros(1, 1, 5, device=DEVICE), call)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 

@@ -2,15 +2,15 @@
 
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from hilbert_lib.attention.failures import importing
 from hilbert_lib.attention.request import Request
-from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import Config, launch_arguments
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.start import Start
-from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 # By head_dim: the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is recorded in reports/h200.
@@ -19,35 +19,45 @@ HOPPER_FORWARD = {
     128: Config(128, 128, 4, 2),
 }
 HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
+SEE_PLAIN = "; 'triton' serves it"
 
 
-def serves(q: Tensor, keys: int, call: Request) -> bool:
-    """Whether the warp-specialised kernels can serve some branch of a call, on a GPU that runs them.
+def refusal(q: Tensor, call: Request) -> str:
+    """What of a call, by shapes and options alone, the warp-specialised kernels do not serve, or ""."""
+    if q.element_size() != 2:
+        return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] % 8 or q.shape[-1] > 128:
+        return f"serves a head_dim up to 128, a multiple of 8; got {q.shape[-1]}"
+    if call.dropout_p > 0.0:
+        return f"no dropout, got dropout_p={call.dropout_p}{SEE_PLAIN}"
+    if call.key_padding_mask is not None:
+        return f"no key_padding_mask{SEE_PLAIN}"
+    if call.cu_seqlens is not None:
+        return f"no cu_seqlens: it serves no packed documents{SEE_PLAIN}"
+    if call.inverse is not None:
+        return f"reads k and v in sequence order alone{SEE_PLAIN}"
+    return ""
 
-    The plain kernels serve every call, and the other branches.
-    """
-    return (
-        q.element_size() == 2
-        and q.shape[-1] <= 128
-        and q.shape[-1] % 8 == 0
-        and call.inverse is None
-        and call.key_padding_mask is None
-        and call.cu_seqlens is None
-        and call.dropout_p == 0.0
-        and any(division.is_reached(w, r, keys) for w, r in call.pattern.branches)
-    )
+
+def refusal_of_keys(q: Tensor, k: Tensor, call: Request) -> str:
+    """Why they do not serve so many keys and KV heads as k has, or ""."""
+    if q.shape[1] > k.shape[1]:  # in a ring, whose blocks have queries and keys of their own
+        return f"has no query without a key at its position, got {q.shape[1]} queries of {k.shape[1]} keys{SEE_PLAIN}"
+    if q.shape[1] != k.shape[1] and decode.serves(q, k, call):
+        return f"decodes nothing: {q.shape[1]} queries of {k.shape[1]} keys are shared out key by key{SEE_PLAIN}"
+    if not _reaches_some(call.pattern, k.shape[1]):
+        return f"its copy engine reaches all rows of no branch of {k.shape[1]} keys{SEE_PLAIN}"
+    return ""
 
 
-def runs(tensors: tuple[Tensor, ...], keys: int, call: Request) -> bool:
-    """Whether the warp-specialised kernels run for a call with these tensors: q is the first."""
-    q = tensors[0]
-    return (
-        q.is_cuda
-        and get_gpu_info(q.device).capability == (9, 0)
-        and serves(q, keys, call)
-        # The copy engine takes no tensor that is expanded.
-        and not any(0 in x.stride() for x in tensors)
-    )
+def _reaches_some(pattern: DilatedPattern, keys: int) -> bool:
+    # A rate of 1 is asked about first: torch.compile then compiles no length anew.
+    return 1 in pattern.dilation_rates or any(division.is_reached(w, r, keys) for w, r in pattern.branches)
+
+
+def as_read(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as the copy engine takes them: one that is expanded is copied once."""
+    return tuple(x.clone(memory_format=torch.contiguous_format) if 0 in x.stride() else x for x in tensors)
 
 
 def columns_of(q: Tensor) -> int:
