@@ -171,7 +171,8 @@ def ring_dilated_attention(
         dropout_p: likewise; the mask is that of a single rank with the first rank's seed.
         key_padding_mask: (batch, rows) bool, True = no weight, for this shard in sequence order.
         kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
-        backend: as for `dilated_attention`.
+        backend: as for `dilated_attention`. "hopper" is refused on all ranks where it does not serve some part of one;
+            "auto" chooses for each part.
         validate: whether ranks compare their arguments before they send anything: if these differ, all raise. The
             shard's own attention runs meanwhile, unless its length is new or there is dropout; if another shard's
             length is new, it begins again. False omits the comparison after a group's first call. Shards must then be

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hilbert_lib.attention.autograd import needs_gradient
+from hilbert_lib.attention.backends.backend import serves_all_keys
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import serving
 from hilbert_lib.attention.request import GridPart, Request, Tensors
@@ -34,7 +35,7 @@ from hilbert_lib.ring.rank.call import by_pattern
 from hilbert_lib.ring.rank.halo import HaloJob
 from hilbert_lib.ring.rank.halo_layout import HaloLayout
 from hilbert_lib.ring.rank.halo_layout import layout_of as halo_layout_of
-from hilbert_lib.ring.rank.layout import Layout, layout_of
+from hilbert_lib.ring.rank.layout import Layout, layout_of, parts_of
 
 # The options of a ring that one kind takes and the other does not, as they are where nobody gives them.
 DEFAULTS = {"transport": "auto", "weights": None, "memory_limit": None, "shards": None}
@@ -82,10 +83,10 @@ class SequenceSpread:
 
     def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where a backend that is asked for by name cannot serve the call."""
-        if backend != "auto" and (
-            reason := backends_for(request.pattern)[backend].refusal(tensors.q, request, tensors.k)
-        ):
-            raise ValueError(f"backend={backend!r} {reason}")
+        if backend == "auto":
+            return
+        if reason := backends_for(request.pattern)[backend].refusal_whatever_the_keys(tensors.q, request):
+            raise ValueError(f"backend={backend!r} {reason}")  # what hangs on keys is refused part by part: see `job`
 
     @property
     def words(self) -> dict[str, object]:
@@ -124,6 +125,8 @@ class SequenceSpread:
         options |= {"padded": request.key_padding_mask is not None, "ordered": self.kv_ordering is not None}
         key = request.pattern, lengths, tuple(options.items()), place
         layout = sequence_layout(*key, group.rank(), tensors.q.device)
+        if backend != "auto" and (reason := _refusal_of_parts(*key, backend, tensors.q.device)):
+            raise ValueError(f"backend={backend!r} {reason}")
         return Job(layout, request, backend, needs_gradient(*tensors), self.ordering(tensors.k), ref(group))
 
 
@@ -263,6 +266,25 @@ def sequence_layout(
     number, count = place
     with torch.device("cpu"):  # where it is computed, whatever torch's default device is
         return layout_of(plan, rank, device, range(number, number + count * len(pattern.branches), count))
+
+
+@lru_cache(maxsize=64)
+def _refusal_of_parts(
+    pattern: DilatedPattern, lengths: tuple[int, ...], options: tuple, place: Place, backend: str, device: torch.device
+) -> str:
+    # Why a backend does not serve some part of a rank, or "": the same answer on all ranks, so that all raise.
+    own, sizes = backends_for(pattern)[backend], dict(options)
+    if own.of_keys is serves_all_keys:
+        return ""
+    request = Request(pattern, sizes["is_causal"], sizes["head_dim"] ** -0.5)
+    one = torch.empty(1, dtype=sizes["dtype"], device=device)
+    for rank in range(len(lengths)):
+        layout = sequence_layout(pattern, lengths, options, place, rank, torch.device("cpu"))
+        for shape_of_q, shape_of_k, part in parts_of(layout, lengths[rank], sizes["batch"], sizes["heads"]):
+            q, k = (one.expand(*shape, sizes["head_dim"]) for shape in (shape_of_q, shape_of_k))
+            if reason := own.refusal(q, replace(request, **part), k):
+                return f"cannot serve a part of rank {rank}: {reason}"
+    return ""
 
 
 @cached_for_graphs(maxsize=64)

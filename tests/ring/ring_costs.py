@@ -121,27 +121,30 @@ def _bytes_of(layout: object) -> int:
 @contextmanager
 def _stand_ins():
     """Kernels that allocate what the fused ones do on a GPU, and merges in place."""
-    fused = BACKENDS["triton"]
 
-    def workspace(given, call, direction):
+    def choose(q, k, call, _backend, *, through_table, **_):
+        own = BACKENDS["hopper"]
+        return "triton" if through_table or own.limits(q, call) or own.of_keys(q, k, call) else "hopper"
+
+    def workspace(given, call, direction, name):
         q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in given[:3])
         meta = (Tensors(q, k, v),) if direction == "forward" else (q, Tensors(q, k, v), q, q)
-        sizes = fused.workspace(meta, call, direction, torch.device("cuda"), 0)
+        sizes = BACKENDS[name].workspace(meta, call, direction, torch.device("cuda"), 0)
         return torch.empty(sum(sizes.values()), dtype=torch.uint8)
 
     def forward(given, call, name):
         q = given.q
-        _held = workspace(given, call, "forward")
+        _held = workspace(given, call, "forward", name)
         return q.new_empty(q.shape), q.new_empty(q.transpose(1, 2).shape[:3], dtype=torch.float32)
 
     def backward(dout, given, out, lse, call, name):
-        _held = workspace(given, call, "backward")
+        _held = workspace(given, call, "backward", name)
         return tuple(x.new_empty(x.shape) for x in given[:3])
 
     nothing = {"merge_rows": lambda *_: None, "add_rows": lambda *_: None}
     with (
         patch.multiple(operators, forward=forward, backward=backward),
-        patch.multiple(blocks, choose=lambda *_, **__: "triton", **nothing),
+        patch.multiple(blocks, choose=choose, **nothing),
         patch.multiple(passes, **nothing),
         patch.multiple(local, **nothing),
     ):

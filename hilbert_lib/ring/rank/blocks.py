@@ -40,7 +40,9 @@ class Job:
     def backend_for(self, q: Tensor, k: Tensor, call: Request, block: Block | None = None) -> str:
         """The backend of a block, or of the fused call, in the backward that of the forward."""
         if block not in self.chosen:
-            self.chosen[block] = choose(q, k, call, self.backend, gradient=self.gradient)
+            through_table = self.ordering is not None and block is None  # the rows of a block are gathered anyway
+            how = {"gradient": self.gradient, "through_table": through_table}
+            self.chosen[block] = choose(q, k, call, self.backend, **how)
         return self.chosen[block]
 
 
@@ -94,9 +96,9 @@ def _prepared(
         is_part=True,
     )
     name = job.backend_for(q, k, call, block)
-    if name == "triton" and queries != keys:
-        # Its kernels look for a query's segment among those that the keys fill, and take lengths that differ for
-        # decoding: keys without weight make up for those that are missing.
+    if name in ("hopper", "triton") and queries != keys:
+        # Their kernels look for a query's segment among those that the keys fill, and take lengths that differ for
+        # decoding: keys without weight make up for those that are missing, which "hopper" refuses.
         missing = queries - keys
         if missing > 0:
             mask = torch.zeros(q.shape[0], keys, dtype=torch.bool, device=q.device) if mask is None else mask

@@ -102,6 +102,20 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, names: Sequence[i
     )
 
 
+def parts_of(layout: Layout, rows: int, batch: int, heads: int) -> Iterator[tuple[tuple, tuple, dict]]:
+    """What a rank of so many rows computes: the shapes of q and of k without head_dim, and what the call is told."""
+    group = heads // layout.kv_heads
+    if layout.fused is not None and rows:
+        yield (batch, rows, heads), (batch, rows, layout.kv_heads), {"pattern": layout.fused}
+    received = (block for mail in layout.mail.values() for blocks in mail.blocks.values() for block in blocks)
+    for block in (*layout.own, *received):
+        shapes = []
+        for rows_of, per_row in ((block.queries, group), (block.keys, 1)):
+            segments, count, kv_heads = rows_of.shape
+            shapes.append((segments * batch, count, kv_heads * per_row))
+        yield *shapes, {"pattern": block.pattern, "is_causal": block.is_causal}
+
+
 @dataclass(frozen=True, eq=False)
 class _RankPlan:
     """A plan as one rank sees it."""
