@@ -35,8 +35,8 @@ from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.start import forget
 from hilbert_lib.cli.options import numbers, usage_errors
 from hilbert_lib.lab.pairs import Side, run_back_to_back, run_sides
-from hilbert_lib.lab.sweeps.kernels import backends
-from hilbert_lib.lab.workload import Workload, grid
+from hilbert_lib.lab.sweeps.kernels import Named, Pairs, backends
+from hilbert_lib.lab.workload import Workload, fused_backend, grid
 
 # In this order, since forward.py imports steps.py.
 OURS = {"steps": steps, "forward": forward, "backward": backward, "division": division}
@@ -138,7 +138,7 @@ def pairs(
     for folder in folders:
         # By what it holds, too: a record of the same name is not taken for it.
         name = f"{folder.name}-{sha256(b''.join(path.read_bytes() for path in files(folder))).hexdigest()[:8]}"
-        for theirs, ours in backends(grid({"doubling": pattern}, **shape), attend, ["triton"]):
+        for theirs, ours in _twice(grid({"doubling": pattern}, **shape)):
             if theirs.parameters["direction"] not in directions:
                 continue
 
@@ -147,6 +147,12 @@ def pairs(
                     return theirs.run()
 
             yield replace(theirs, name=name, run=run), ours
+
+
+def _twice(works: Named) -> Pairs:
+    # The library's kernels beside themselves, forward and backward.
+    for label, work in works:
+        yield from backends([(label, work)], attend, [fused_backend(work)])
 
 
 def run_once(folders: Sequence[Path], shape: dict, seconds: float = COMPILE_SECONDS) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pynvml
 
 from hilbert_lib import machine
+from hilbert_lib.attention.backends.registry import BACKENDS
 
 # What a measurement depends on, of the facts of `environment`: where one differs, it is measured again.
 MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads", "kernel_mode")
@@ -40,6 +41,7 @@ def environment() -> dict:
         "cpu": machine.cpu_model(),
         "cpu_cores": machine.cpu_cores(),
         "memory_gib": _gib(psutil.virtual_memory().total),
+        "backends": list(BACKENDS),  # along sequences, by name: of records without "hopper", "triton" was both
         "gpus": [_gpu_facts(*each) for each in zip(machine.gpu_properties(), sm_clocks_mhz(), strict=True)],
         **facts,
     }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hilbert_lib.attention.triton.hopper.division import is_reached
 from hilbert_lib.files import json_text, write_whole
 from hilbert_lib.lab.environment import MACHINE, environment, say_hardware
 from hilbert_lib.lab.tables import sides_of
@@ -63,10 +64,11 @@ def pack_records(path: Path) -> None:
 def read_records(path: str | Path) -> list[dict]:
     """The records of a results.jsonl, of its NAME.gz and of both, oldest first.
 
-    A line that a killed run left unfinished, or that holds anything else, is skipped with a warning that names it.
+    Backends have the names of today (`with_names_of_today`). A line that a killed run left unfinished, or that holds
+    anything else, is skipped with a warning that names it.
     """
     lines = [line for file in _files(Path(path)) or [Path(path)] for line in _read_lines(file)]
-    return _with_environments(lines)
+    return [with_names_of_today(each) for each in _with_environments(lines)]
 
 
 def _with_environments(lines: list[dict]) -> list[dict]:
@@ -81,6 +83,71 @@ def _with_environments(lines: list[dict]) -> list[dict]:
             line["environment"] = {**environments[number], **differing}
         records.append(line)
     return records
+
+
+def with_names_of_today(record: dict) -> dict:
+    """A record in which "triton" of old reads as "hopper" where those kernels ran.
+
+    Along a sequence "triton" was the name of the plain kernels and of the warp-specialised ones. These ran on a Hopper
+    card, in half precision, for shapes that they serve. The environment of a record lists the backends since they have
+    two names.
+
+    >>> side = {"name": "triton", "parameters": {"branches": "64:1", "length": 128, "head_dim": 64}}
+    >>> side["parameters"]["dtype"] = "bfloat16"
+    >>> with_names_of_today({**side, "environment": {"gpus": [{"capability": "9.0"}]}})["name"]
+    'hopper'
+    """
+    facts = record.get("environment") or {}
+    if "backends" in facts or not any(gpu.get("capability") == "9.0" for gpu in facts.get("gpus", ())):
+        return record
+    return _renamed(record)
+
+
+def _renamed(record: dict) -> dict:
+    if "point" in record:
+        return _renamed_point(record)
+    names = {}
+    for place in ("a", "b"):
+        if place in record:
+            names[place] = _renamed_side(record[place])
+    if "sides" in record:
+        names["sides"] = [_renamed_side(side) for side in record["sides"]]
+    return {**record, **names} if names else _renamed_side(record)
+
+
+def _renamed_side(side: dict) -> dict:
+    name, work = side.get("name"), side.get("parameters", {})
+    if not isinstance(name, str) or "branches" not in work:  # of grids both kinds have had two names
+        return side
+    branches = [tuple(map(int, each.split(":"))) for each in work["branches"].split()]
+    backend, comma, more = name.partition(",")  # "triton, deterministic"
+    return {**side, "name": f"hopper{comma}{more}"} if backend == "triton" and _ran_hopper(branches, work) else side
+
+
+def _renamed_point(record: dict) -> dict:
+    # Of a `SafeBenchmarkRunner`: its sides are names.
+    point = record["point"]
+    if "pattern" not in point or "sides" not in point:
+        return record
+    branches = list(zip(point["pattern"]["segment_lengths"], point["pattern"]["dilation_rates"], strict=True))
+    if not _ran_hopper(branches, point):
+        return record
+
+    def renamed(name: str) -> str:
+        return "hopper" if name == "triton" else name
+
+    return {
+        **record,
+        "point": {**point, "sides": [renamed(name) for name in point["sides"]]},
+        "outcomes": {renamed(name): outcome for name, outcome in record["outcomes"].items()},
+        "records": [_renamed(each) for each in record["records"]],
+    }
+
+
+def _ran_hopper(branches: list[tuple[int, int]], work: dict) -> bool:
+    is_half = work.get("dtype") in ("float16", "bfloat16")
+    is_narrow = work.get("head_dim", 0) <= 128 and work.get("head_dim", 0) % 8 == 0
+    return is_half and is_narrow and any(is_reached(w, r, work["length"]) for w, r in branches)
 
 
 def has_records(path: Path) -> bool:

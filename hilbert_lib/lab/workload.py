@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import attend
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.operators import pair_count
 from hilbert_lib.attention.request import Request
 from hilbert_lib.lab.exact_rows import SampledRows, sampled_positions
@@ -258,6 +259,13 @@ def _fields_of(pattern: Pattern) -> dict:
     if isinstance(pattern, Union):
         return {"union": [_fields_of(each) for each in pattern.patterns]}
     return {"attends": str(pattern)}
+
+
+def fused_backend(work: Workload, *, gradient: bool = False) -> str:
+    """The name of this library's fused kernels that serve a work: "hopper" where these do, otherwise "triton"."""
+    k = work.stand_in(gradient=gradient)
+    refusal = backends_for(work.call.pattern)["hopper"].refusal(k[:, : work.rows], work.call, k)
+    return "triton" if refusal else "hopper"
 
 
 def by_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:

@@ -200,7 +200,7 @@ def _sustained(choices: list[dict], grids: list[dict]) -> dict:
     """What is left of the fused kernels' speed in single calls back to back, in percent; and boxes over others so."""
     calls, works = both_ways(choices, "selection"), both_ways(grids, "neighbourhood")
     slots = {}
-    for name, table, kernel in (("kept", calls, "triton"), ("boxes_kept", works, "boxes, raster")):
+    for name, table, kernel in (("kept", calls, "hopper"), ("boxes_kept", works, "boxes, raster")):
         fused = table[table.name == kernel]
         slots |= _ends(name, 100 * fused.tflop_per_s / fused.singly, ".0f")
     work = ["direction", "side", "window", "head_dim"]

@@ -11,7 +11,7 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.lab.pairs import Side
-from hilbert_lib.lab.workload import Workload
+from hilbert_lib.lab.workload import Workload, fused_backend
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 
@@ -24,12 +24,14 @@ NO_TABLE = "no table"
 def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[str]) -> Pairs:
     """Each opponent beside the fused kernel on each work, forward and backward; one that cannot serve says why.
 
+    The fused kernel is `fused_backend`, whose name its side has.
     attend: the output of (name, q, k, v, work). opponents: names of `BACKENDS` and `BASELINES`.
     """
     known, told = {**BACKENDS, **BASELINES}, set()
     for label, work in works:
         about = {"sweep": "backends", "pattern": label}
-        base = {each: work.side("triton", partial(attend, "triton"), each, **about) for each in ("forward", "backward")}
+        fused = fused_backend(work)
+        base = {each: work.side(fused, partial(attend, fused), each, **about) for each in ("forward", "backward")}
         for name, direction in product(opponents, base):
             reason = known[name].refusal(work.stand_in(gradient=direction == "backward"), work.call)
             if not reason:
