@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import warnings
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from glob import escape, glob
@@ -23,10 +24,13 @@ from hilbert_lib.attention.rules import Rule
 from hilbert_lib.files import write_whole
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info, machine_facts
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.pattern import KINDS as PATTERNS
 from hilbert_lib.patterns.pattern import Pattern, Specification, from_specification
 
 VARIABLE = "HILBERT_CACHE"  # names another folder
 MEASURED = "measured on this machine"  # how the record of such a rule begins
+VERSION = 2  # of what the names in an order mean; a file without one is of 1
 
 
 class ShapeClass(NamedTuple):
@@ -93,7 +97,8 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
         raise ValueError(f"order must hold eager, got {order!r}")
     shape, machine = shape.kept()._asdict(), _machine()
     record = f"{MEASURED}, {datetime.now(UTC).isoformat(timespec='seconds')}"
-    held = {"machine": machine, "shape": shape, "order": order, "record": record, "times_ms": times_ms}
+    held = {"version": VERSION, "machine": machine, "shape": shape, "order": order, "record": record}
+    held["times_ms"] = times_ms
     path = folder() / f"{_digest(machine)}-{_digest(shape)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({**held, "digest": _digest(held)}, indent=1))
@@ -127,6 +132,7 @@ def _rules_in(place: Path, _changed: int) -> tuple[tuple[ShapeClass, Rule], ...]
     except RuntimeError as error:  # a GPU that this torch cannot use
         warnings.warn(f"what {place} remembers is ignored: {error}", stacklevel=2)
         return ()
+    _discard_old_names(place, machine["hardware"])
     rules = []
     for path in sorted(place.glob(f"{_digest(machine)}-*.json")):
         try:
@@ -140,6 +146,25 @@ def _rules_in(place: Path, _changed: int) -> tuple[tuple[ShapeClass, Rule], ...]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{path} is ignored, it holds no measured order of backends: {error!r}", stacklevel=2)
     return tuple(rules)
+
+
+def _discard_old_names(place: Path, hardware: str) -> None:
+    # Removes this machine's orders of version 1 for sequences that hold "triton", which then was two backends' name.
+    for path in sorted(place.glob("*.json")):
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            is_of_sequences = PATTERNS[held["shape"]["pattern"][0].partition(" ")[0]] is DilatedPattern
+            is_old = "version" not in held and held["machine"]["hardware"] == hardware and "triton" in held["order"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # it holds no order, or is another machine's
+        if is_old and is_of_sequences:
+            warnings.warn(
+                f"{path} is discarded: along a sequence 'triton' was the name of the plain kernels and of those that "
+                "are 'hopper' now; measure again",
+                stacklevel=2,
+            )
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def _machine() -> dict:

@@ -30,7 +30,7 @@ def bench() -> None:
 
 @bench.command()
 @option("--lengths", type=numbers, default="1k:16k", help=LENGTHS)
-@option("--backends", type=words, default="all", help="As triton,cudnn,sdpa; the first is compared with.")
+@option("--backends", type=words, default="all", help="As hopper,cudnn,sdpa; the first is compared with.")
 @work_options(segments="2k:32k", rates="1:16", heads=8)
 @dtype_option
 @click.option("--direction", "directions", type=words, default="forward", help="forward,backward")
@@ -48,7 +48,7 @@ def attention(path, retry_failed, dry_run, backends, **asked) -> None:
 
     \b
     Example: hilbert bench attention --lengths 1k:1m --backends all --json out.jsonl
-    Two backends, both ways:  hilbert bench attention --backends triton,cudnn --direction forward,backward
+    Two backends, both ways:  hilbert bench attention --backends hopper,cudnn --direction forward,backward
     One branch, no dilation:  hilbert bench attention --segment-lengths 4k --dilation-rates 1 --lengths 4k
     """
     from hilbert_lib.attention.backends.registry import BACKENDS

@@ -16,7 +16,14 @@ import torch
 from cases import attended, drawn, norms
 from fake_machine import FakeMachine
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    Ordering,
+    dilated_attention,
+    explain_backend,
+    select_attention_backend,
+)
 from hilbert_lib.attention import choice, rules
 from hilbert_lib.attention import measured_rules as remembered
 from hilbert_lib.attention.backends import fused, presence
@@ -211,6 +218,34 @@ def test_a_measurement_is_forgotten_where_a_package_has_come(monkeypatch):
     monkeypatch.setattr(presence, "absence", lambda package: "" if package == "xformers" else "absent: not there")
     monkeypatch.setattr(presence, "state", lambda package: f"{package} 1.0")
     assert not explain_backend(q, k, v, PATTERN).is_measured
+
+
+OLD = {  # of a file: whether it is kept
+    "another machine's": ({"machine": {"hardware": "another"}}, True),
+    "of today": ({"version": 2}, True),
+    "without triton": ({"order": ["sdpa", "eager"]}, True),
+    "of a grid": ({"shape": {"pattern": Neighbourhood((8, 8), 3).of_any_heads().specification}}, True),
+    "of a sequence": ({}, False),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", OLD)
+def test_an_order_of_when_triton_was_two_backends_is_discarded_with_a_word(kind):
+    changed, is_kept = OLD[kind]
+    path = remember(SHAPE, ("triton", "eager"), {})
+    held = json.loads(path.read_text())
+    del held["version"]
+    old = path.rename(path.with_name("0123456789ab-0123456789ab.json"))  # of other code
+    old.write_text(json.dumps(held | changed))
+    if is_kept:
+        assert remembered_rules(CPU, torch.float32) == ()
+    else:
+        with pytest.warns(UserWarning, match=f"{old.name} is discarded: .*'hopper' now; measure again"):
+            assert remembered_rules(CPU, torch.float32) == ()
+    assert old.exists() == is_kept
+    remembered._rules_in.cache_clear()
+    assert remembered_rules(CPU, torch.float32) == ()  # and no word about it again
 
 
 def _write(number: int) -> None:
