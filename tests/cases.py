@@ -30,6 +30,10 @@ ORDERINGS = {
     **{kind: lambda n, kind=kind: Ordering.from_curve(kind, n) for kind in ("hilbert", "morton", "snake", "tile")},
     "chunked": lambda n: Ordering.from_curve("hilbert", n, chunk=8),
 }
+# Of what the warp-specialised kernels run on.
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
 # out, lse, gradient; float64 inputs are exact, and halves are rounded once on the way in and once on the way out. Their
 # lse has an error of its own on the CPU: `lse_error`.
 TOLERANCE = {

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import determinism
+from cases import determinism, needs_hopper
 from torch import nn
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
@@ -79,11 +79,12 @@ def test_tables_first_used_in_a_capture_are_refused_by_a_clear_error():
 FRESH = {  # backend: a pattern and an ordering that no other test in the process has made tables for
     "triton": (DilatedPattern((256, 448), (1, 2)), lambda length: Ordering.random(length, 1234)),
     "cudnn": (DilatedPattern((192, 448), (1, 2)), None),
+    "hopper": (DilatedPattern((320, 448), (1, 2)), None),
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("backend", FRESH)
+@pytest.mark.parametrize("backend", ["triton", "cudnn", pytest.param("hopper", marks=needs_hopper)])
 def test_reduce_overhead_serves_a_module_that_nobody_called_before(backend):
     pattern, ordering = FRESH[backend]
     torch.manual_seed(0)

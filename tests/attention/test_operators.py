@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import drawn
+from cases import drawn, needs_hopper
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -430,7 +430,9 @@ def test_a_cuda_graph_replays_forward_and_backward(option):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "cudnn", "flash", "sdpa", "auto"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("hopper", marks=needs_hopper), "triton", "cudnn", "flash", "sdpa", "auto"]
+)
 def test_inductor_serves_the_kernels_of_cuda(backend):
     attend, tensors = attention(backend, "causal"), qkv(dtype=torch.bfloat16, head_dim=64)
     compiled = torch.compile(attend, fullgraph=True)

@@ -12,6 +12,7 @@ from fake_machine import FakeMachine
 
 from hilbert_lib.lab import records
 from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.lab.timing import compare_paired, measure
 
 
@@ -260,3 +261,66 @@ def test_what_failed_or_is_of_another_kind_is_not_compared(run_folder):
     ranks = {"side": "auto", "ranks": 4, "environment": {"hardware": "elsewhere"}}  # notebook 07's
     records.append_lines([ranks, {**ranks, "kind": "counters"}], whole / "06_notebook" / RESULTS)
     assert records.compare_runs(whole, whole)["name"].to_list() == ["kernel"]
+
+
+HALF = {"branches": "64:1 5000:6", "length": 4096, "head_dim": 64, "dtype": "bfloat16"}
+HOPPER_CARD = {"utc": "2026-11-01T00:00:00", "gpus": [{"name": "NVIDIA H100", "capability": "9.0"}]}
+NAMED = {  # what differs from a side by "triton" in half precision, the facts of its record, and its name now
+    "as it was": ({}, HOPPER_CARD, "hopper"),
+    "deterministic": ({"name": "triton, deterministic"}, HOPPER_CARD, "hopper, deterministic"),
+    "another backend": ({"name": "cudnn"}, HOPPER_CARD, "cudnn"),
+    "another card": ({}, {"gpus": [{"capability": "8.0"}]}, "triton"),
+    "of a CPU": ({}, {"gpus": []}, "triton"),
+    "of nobody knows what": ({}, {}, "triton"),
+    "of today": ({}, {**HOPPER_CARD, "backends": ["hopper", "triton"]}, "triton"),
+    "float32": ({"dtype": "float32"}, HOPPER_CARD, "triton"),
+    "wide": ({"head_dim": 256}, HOPPER_CARD, "triton"),
+    "ragged": ({"head_dim": 20}, HOPPER_CARD, "triton"),
+    "rows out of reach": ({"branches": "5000:6", "length": 4099}, HOPPER_CARD, "triton"),
+    "a grid": ({"branches": None, "grid": [64, 64]}, HOPPER_CARD, "triton"),
+}
+
+
+def side_of(name="triton", **changed):
+    work = {each: value for each, value in {**HALF, "sweep": "backends", **changed}.items() if value is not None}
+    return {"name": name, "parameters": work, "samples_ms": [1.0]}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_triton_of_an_old_record_reads_as_hopper_where_those_kernels_ran(tmp_path, kind):
+    changed, facts, name = NAMED[kind]
+    own, other = side_of(**changed), side_of("flash")
+    kinds = [own, {"a": own, "b": other}, {"a": other, "b": own}, {"sides": [other, own]}]
+    records.append_lines([{**each, "environment": facts} for each in kinds], tmp_path / RESULTS)
+    records.pack_records(tmp_path / RESULTS)
+    alone, first, second, long = read_records(tmp_path / RESULTS)
+    assert [alone["name"], first["a"]["name"], second["b"]["name"], long["sides"][1]["name"]] == [name] * 4
+    assert {first["b"]["name"], second["a"]["name"], long["sides"][0]["name"]} == {"flash"}
+    assert {each: alone[each] for each in ("parameters", "samples_ms")} == {
+        "parameters": own["parameters"],
+        "samples_ms": [1.0],
+    }
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("float16", "hopper"), ("float32", "triton")])
+def test_the_sides_of_an_old_point_are_named_as_today(tmp_path, dtype, name):
+    pattern = {"segment_lengths": [64], "dilation_rates": [1], "offsets": "head", "mixing": "softmax"}
+    point = {"pattern": pattern, "length": 128, "head_dim": 64, "dtype": dtype, "sides": ["triton", "flash"]}
+    pair = {"a": side_of(branches="64:1", length=128, dtype=dtype), "b": side_of("flash")}
+    line = {"point": point, "outcomes": {"triton": {"status": "ok"}, "flash": {}}, "records": [pair]}
+    records.append_lines([{**line, "environment": HOPPER_CARD}], tmp_path / RESULTS)
+    (found,) = read_records(tmp_path / RESULTS)
+    assert found["point"]["sides"] == list(found["outcomes"]) == [name, "flash"]
+    assert [found["records"][0][each]["name"] for each in "ab"] == [name, "flash"]
+
+
+def test_what_is_measured_today_says_which_backends_it_knows():
+    assert {"hopper", "triton"} <= set(records.environment()["backends"])
+
+
+@pytest.mark.evidence
+def test_the_committed_calls_of_the_fused_kernel_are_found_by_its_name_of_today():
+    sides = [each for record in records.committed_records() for each in sides_of(record) if "name" in each]
+    names = {each["name"] for each in sides if each["parameters"].get("sweep") == "backends"}
+    assert "hopper" in names
+    assert "triton" not in names

@@ -62,14 +62,14 @@ def test_kernels_took_their_results_delta_and_a_sum_of_dq_and_no_more():
     for record in (each for each in committed.committed_records() if each["kind"] == "comparison"):
         for side, peak in zip((record["a"], record["b"]), record["peak_bytes"], strict=True):
             at = side["parameters"]
-            if side["name"] in ("triton", "triton, deterministic"):
+            if side["name"] in ("hopper", "hopper, deterministic"):
                 seen.add((side["name"], at["direction"]))
                 rows, size = at["length"] * at["heads"], getattr(torch, at["dtype"]).itemsize
                 forward, sums = size * rows * at["head_dim"] + 4 * rows, 4 * rows * at["head_dim"]
-                backward = 3 * size * rows * at["head_dim"] + 4 * rows + sums * (side["name"] == "triton")
+                backward = 3 * size * rows * at["head_dim"] + 4 * rows + sums * (side["name"] == "hopper")
                 # Some forwards have a flag of 4 bytes, for NaN.
                 assert peak in ((forward, forward + 4) if at["direction"] == "forward" else (backward,)), side
-    assert seen == {("triton", "forward"), ("triton", "backward"), ("triton, deterministic", "backward")}
+    assert seen == {("hopper", "forward"), ("hopper", "backward"), ("hopper, deterministic", "backward")}
 
 
 @pytest.mark.parametrize(("sweep", "most", "at_random"), [("layouts", 1.05, 1.2), ("decoding", 1.07, 1.5)])
