@@ -145,7 +145,8 @@ def dilated_attention(
             key_padding_mask, query_start or kv_ordering. Backend "triton", which "auto" then takes first, serves all in
             one call, and on a GPU without a wait: wrong values stop the GPU. Others loop, and wait for the lengths.
         max_seqlen: at least the length of every document, if it is known; by default it is not.
-        backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
+        backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve. "hopper" is the
+            warp-specialised kernels of this library, "triton" its plain ones, which also decode.
         return_lse: whether to return the lse as well.
 
     Returns:

@@ -1,6 +1,7 @@
 """Records of sides and pairs as tables: every side of a sweep once, every pair of a sweep once."""
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,6 +98,17 @@ def of_sweep(records: list[dict], sweep: str) -> list[dict]:
         raise ValueError(f"sweep must be one of the records' ({', '.join(sorted(set(sweeps)))}), got {sweep!r}")
     known = {identity_of(sides_of(each)): each for each, own in zip(records, sweeps, strict=True) if own == sweep}
     return list(known.values())
+
+
+def fused_name(names: Iterable[str]) -> str:
+    """The fused kernel of some records, by the names of their sides.
+
+    On a Hopper card it is the warp-specialised kernels, beside which the plain ones may have been timed.
+
+    >>> fused_name(["flash", "triton"]), fused_name(["triton", "hopper"])
+    ('triton', 'hopper')
+    """
+    return "hopper" if "hopper" in set(names) else "triton"
 
 
 def sides_of(record: dict) -> list[dict]:

@@ -8,7 +8,7 @@ dense      the dense kernels that torch has
 packages   those of other packages
 flex       compiled FlexAttention on residue-major tokens
 flex_grid  compiled FlexAttention on grids, and for patterns of any kind
-fused      the fused kernels of `attention/triton`, for sequences
+fused      the fused kernels of `attention/triton`, for sequences: "hopper" warp-specialised, "triton" plain
 fused_grid the same for grids
 tiles      matrix products of tiles of a grid, in chunks
 reference  the oracle: dense masks, any pattern, any dtype

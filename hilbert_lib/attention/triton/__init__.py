@@ -12,6 +12,6 @@ merge      all partial results of dense kernels at once
 rows       rows by index: merged, or added to, in place
 copies     rows by index of several tensors: copied, or summed
 arguments  configurations, grids and the arguments that kernels share
-launch     the two entry points
+launch     the entry points: of the plain kernels, and of the warp-specialised ones
 start      starts of the kernels of a call: compiled at once, recorded, replayed
 """

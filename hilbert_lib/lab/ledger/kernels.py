@@ -4,7 +4,7 @@ Every function takes records and gives a table: value, low and high (its 95 % in
 the columns that tell cases apart.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ from hilbert_lib.lab.records import MACHINES, REPORTS, committed_records, read_r
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pair_table, pool_table
-from hilbert_lib.lab.tables import ratio_table, side_table
+from hilbert_lib.lab.tables import fused_name, ratio_table, side_table
 
 Records = list[dict]  # of a results.jsonl
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
@@ -92,22 +92,17 @@ def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:
     """The fused kernel on the reference work, not causal, and `other`, the backend nearest to it."""
     work, case = f"pattern == 'reference' and not is_causal and length == {length}", ["direction", "head_dim"]
     speeds = side_table(records, "backends").query(work)[[*case, "name", "tflop_per_s", "error"]]
-    fused = _fused(speeds.name)
+    fused = fused_name(speeds.name)
     pairs = ratios(records, sweep="backends", where=f"rival == '{fused}' and {work}").sort_values("value")
     nearest = pairs.drop_duplicates(case)[[*case, "base", *INTERVAL]].rename(columns={"base": "other"})
     own = speeds[speeds.name == fused].merge(nearest, on=case)
     return own.merge(speeds, left_on=[*case, "other"], right_on=[*case, "name"], suffixes=("", "_other"))
 
 
-def _fused(names: Iterable[str]) -> str:
-    # The fused kernel of some records: on a Hopper card the warp-specialised ones, beside which the plain ones may be.
-    return "hopper" if "hopper" in set(names) else "triton"
-
-
 def nearest_backends(choices: Records, records: Records) -> pd.DataFrame:
     """Time of the nearest backend, `other`, over the fused kernel's, for each work of notebooks 05 and 06."""
     pairs = pd.concat([ratios(choices, sweep="selection"), ratios(records, sweep="backends")], ignore_index=True)
-    fused = _fused([*pairs.base, *pairs.rival])
+    fused = fused_name([*pairs.base, *pairs.rival])
     first = pairs[pairs.base == fused]  # where another backend was the choice, the fused kernel stands first
     turned = first.assign(base=first.rival, value=1 / first.value, low=1 / first.high, high=1 / first.low)
     pairs = pd.concat([pairs[pairs.rival == fused], turned], ignore_index=True)

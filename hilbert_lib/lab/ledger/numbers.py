@@ -35,7 +35,7 @@ from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
-from hilbert_lib.lab.tables import both_ways
+from hilbert_lib.lab.tables import both_ways, fused_name
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
@@ -200,7 +200,7 @@ def _sustained(choices: list[dict], grids: list[dict]) -> dict:
     """What is left of the fused kernels' speed in single calls back to back, in percent; and boxes over others so."""
     calls, works = both_ways(choices, "selection"), both_ways(grids, "neighbourhood")
     slots = {}
-    for name, table, kernel in (("kept", calls, "hopper"), ("boxes_kept", works, "boxes, raster")):
+    for name, table, kernel in (("kept", calls, fused_name(calls.name)), ("boxes_kept", works, "boxes, raster")):
         fused = table[table.name == kernel]
         slots |= _ends(name, 100 * fused.tflop_per_s / fused.singly, ".0f")
     work = ["direction", "side", "window", "head_dim"]

@@ -6,10 +6,11 @@ from itertools import product
 import oracle
 import pytest
 import torch
-from cases import BRANCHES, LAYOUTS, assert_close, attended, check, drawn, exactly, in_pairs, norms, only
+from cases import BRANCHES, LAYOUTS, assert_close, attended, check, determinism, drawn, exactly, in_pairs, norms, only
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import reference
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
@@ -17,7 +18,7 @@ launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="trit
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from hilbert_lib.attention.triton import arguments, grid_launch, rows, schedule  # noqa: E402
-from hilbert_lib.attention.triton.start import start  # noqa: E402
+from hilbert_lib.attention.triton.start import Start, start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -284,6 +285,53 @@ def test_a_call_is_served_where_the_copy_engine_reaches_some_branch():
         call = Request(DilatedPattern(*branches))
         assert not launch.hopper.refusal(q, call)
         assert ("copy engine" in launch.hopper.refusal_of_keys(q, q, call)) == (not serves)
+
+
+NAMED = {  # branches, length, options, an expanded tensor, and whether "hopper" runs its kernels forward and backward
+    "plain": (((16, 48), (1, 2)), 48, {}, None, True, True),
+    "causal": (((16, 48), (1, 2)), 48, {"is_causal": True}, None, True, True),
+    "k is expanded": (((16,), (1,)), 48, {}, "k", True, True),
+    "dout is expanded": (((16,), (1,)), 48, {}, "dout", True, True),
+    "a branch out of reach": (((16, 64), (1, 7)), 48, {}, None, True, True),
+    "queries that start later": (((16, 48), (1, 2)), 48, {"query_start": 8}, None, True, False),
+    "exported: no branch in reach": (((64,), (7,)), 48, {}, None, False, False),
+    "exported: decoding": (((48,), (1,)), 48, {"query_start": 47}, None, False, False),
+}
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("case", NAMED)
+def test_triton_starts_no_warp_specialised_kernel_and_hopper_its_own(monkeypatch, case, is_deterministic):
+    """By what the backends of these names start; nothing runs, so that no GPU is needed."""
+    branches, length, options, expanded, *on_hopper = NAMED[case]
+    begun, read = [], []
+
+    def of_hopper(*tensors, **_):
+        read.extend(x for x in tensors if isinstance(x, torch.Tensor))
+        return Start("warp-specialised", (1,), (), {})
+
+    monkeypatch.setattr(launch.hopper, "forward", of_hopper)
+    monkeypatch.setattr(launch.hopper, "backward", of_hopper)
+    for module in (launch, launch.decode):
+        monkeypatch.setattr(module, "start", lambda make, *_, **__: begun.extend(each.kernel for each in make()))
+    call = Request(DilatedPattern(*branches), scale=1.0, **options)
+    tensors = drawn(length - call.first_query, 2, 1, 16, keys=length, dtype=torch.bfloat16, device=DEVICE)
+    named = dict(zip(("q", "k", "v", "dout"), tensors, strict=True))
+    if expanded:
+        named[expanded] = named[expanded][:, :1].expand(named[expanded].shape)
+    given = Tensors(named["q"], named["k"], named["v"])
+    for name in ("hopper", "triton"):
+        forward, backward = backends_for(call.pattern)[name].functions(given.q.device)
+        with determinism(is_deterministic):
+            out, lse = forward(given, call)
+            ran = ["warp-specialised" in begun]
+            begun.clear()
+            backward(named["dout"], given, out, lse, call)
+        ran.append("warp-specialised" in begun)
+        assert len(begun) > 1  # the sums over dout * out at least
+        begun.clear()
+        assert ran == (on_hopper if name == "hopper" else [False, False])
+    assert not any(0 in x.stride() for x in read), "the copy engine takes no tensor that is expanded"
 
 
 def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
