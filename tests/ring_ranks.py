@@ -24,6 +24,7 @@ from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.union import Union
+from hilbert_lib.ring import spread
 from hilbert_lib.ring.attention import ring_attend, ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
 from hilbert_lib.ring.rank import copies, exchange, local
@@ -387,6 +388,42 @@ def said_by(call, *args, **options) -> str:
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nobody complained"
+
+
+def parts_asked_about(transport: str) -> dict[str, bool]:
+    """Of a backend whose refusal hangs on keys, asked for by name: what is true by promise."""
+    rows = (20, 28)[dist.get_rank()]
+    pattern, leaves = DilatedPattern((8, 24, 64), (1, 2, 4)), [x[:, :rows] for x in inputs(28)[:3]]
+    call = partial(ring_dilated_attention, *leaves, pattern, transport=transport, is_causal=True, backend="eager")
+    asked, run, forward = set(), set(), operators.forward
+
+    def part(q, k, request) -> tuple:
+        return tuple(q.shape), tuple(k.shape), str(request.pattern), request.is_causal
+
+    def noted(given, request, backend):
+        run.add(part(given.q, given.k, request))
+        return forward(given, request, backend)
+
+    def in_place(of_keys):
+        spread._refusal_of_parts.cache_clear()
+        return patch.dict(BACKENDS, eager=replace(BACKENDS["eager"], of_keys=of_keys))
+
+    def asking(q, k, request) -> str:
+        asked.add(part(q, k, request))
+        return ""
+
+    with in_place(asking), patch.object(operators, "forward", noted):
+        call()
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, run)
+    fewest = min(shape[1] for shape, *_ in asked)
+    with in_place(lambda q, k, request: "so few queries" if q.shape[1] == fewest else ""):
+        said = said_by(call)
+    return {
+        "it is asked about what the ranks compute, and about nothing else": asked == set.union(*of_ranks),
+        "all ranks hear what a part is refused for": "backend='eager' cannot serve a part of rank" in said,
+        "and why": said.endswith(": so few queries"),
+    }
 
 
 def second_derivative_raises() -> bool:

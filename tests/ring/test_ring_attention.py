@@ -232,6 +232,7 @@ for ranks, cases in HALOS.items():
 for ranks, cases in COUNTED_HALOS.items():
     CALLS[ranks] += [["halo_ranks:count_bytes", case] for case in cases]
 CALLS[2] += [["halo_ranks:promises", {}], ["halo_ranks:promises_of_a_union", {}]]
+CALLS[2] += [["parts_asked_about", {"transport": transport}] for transport in TRANSPORTS]
 CAPTURED = [
     *({"what": transport} for transport in ("auto", *TRANSPORTS)),
     {"what": "ring", "ordering": "hilbert", "padded": True, "is_causal": True},
@@ -319,6 +320,12 @@ def test_promises_of_a_union_are_kept(backend):
     for found in answers(2, "halo_ranks:promises_of_a_union", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
         assert len(found) == 8
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_backend_is_asked_about_the_parts_of_all_ranks(transport):
+    for found in answers(2, "parts_asked_about", {"transport": transport}):
+        assert [promise for promise, kept in found.items() if not kept] == []
 
 
 @pytest.fixture(autouse=True)
