@@ -28,6 +28,7 @@ FAILED = ".failed"  # ends the name of the folder of an attempt that did not fin
 REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a checkout
 MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
+HOPPER_FOLDERS = ("nvidia-h100-", "nvidia-h200-")  # begin the names of folders of runs on one card, or on several
 TIMED = ("measurement", "comparison", "back to back")  # kinds of records that hold times of sides
 
 
@@ -68,7 +69,7 @@ def read_records(path: str | Path) -> list[dict]:
     anything else, is skipped with a warning that names it.
     """
     lines = [line for file in _files(Path(path)) or [Path(path)] for line in _read_lines(file)]
-    return [with_names_of_today(each) for each in _with_environments(lines)]
+    return [with_names_of_today(each, Path(path)) for each in _with_environments(lines)]
 
 
 def _with_environments(lines: list[dict]) -> list[dict]:
@@ -85,22 +86,25 @@ def _with_environments(lines: list[dict]) -> list[dict]:
     return records
 
 
-def with_names_of_today(record: dict) -> dict:
+def with_names_of_today(record: dict, path: Path) -> dict:
     """A record in which "triton" of old reads as "hopper" where those kernels ran.
 
     Along a sequence "triton" was the name of the plain kernels and of the warp-specialised ones. These ran on a Hopper
     card, in half precision, for shapes that they serve. The environment of a record lists the backends since they have
-    two names.
+    two names. path: of the file, whose folder is named after the card; the oldest records have no environment.
 
     >>> side = {"name": "triton", "parameters": {"branches": "64:1", "length": 128, "head_dim": 64}}
     >>> side["parameters"]["dtype"] = "bfloat16"
-    >>> with_names_of_today({**side, "environment": {"gpus": [{"capability": "9.0"}]}})["name"]
+    >>> with_names_of_today({**side, "environment": {"gpus": [{"capability": "9.0"}]}}, Path(RESULTS))["name"]
     'hopper'
     """
-    facts = record.get("environment") or {}
-    if "backends" in facts or not any(gpu.get("capability") == "9.0" for gpu in facts.get("gpus", ())):
-        return record
-    return _renamed(record)
+    facts = record.get("environment")
+    if facts is None:
+        is_on_hopper = any(part.startswith(HOPPER_FOLDERS) for part in path.parts)
+    else:
+        is_on_hopper = any(gpu.get("capability") == "9.0" for gpu in facts.get("gpus", ()))
+    is_named_apart = facts is not None and "backends" in facts
+    return _renamed(record) if is_on_hopper and not is_named_apart else record
 
 
 def _renamed(record: dict) -> dict:

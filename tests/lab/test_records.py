@@ -314,6 +314,15 @@ def test_the_sides_of_an_old_point_are_named_as_today(tmp_path, dtype, name):
     assert [found["records"][0][each]["name"] for each in "ab"] == [name, "flash"]
 
 
+@pytest.mark.parametrize(
+    ("card", "name"), [("nvidia-h200-torch2.11.0-0", "hopper"), ("nvidia-a100-torch2.11.0-0", "triton")]
+)
+def test_a_record_without_an_environment_is_of_the_card_that_its_folder_names(tmp_path, card, name):
+    records.append_lines([side_of()], tmp_path / card / "bench" / RESULTS)
+    (found,) = read_records(tmp_path / card / "bench" / RESULTS)
+    assert found["name"] == name
+
+
 def test_what_is_measured_today_says_which_backends_it_knows():
     assert {"hopper", "triton"} <= set(records.environment()["backends"])
 
