@@ -55,7 +55,7 @@ def append_lines(lines: Sequence[dict], path: Path) -> None:
 
 def pack_records(path: Path) -> None:
     """Compress a file of records into NAME.gz, with what is there already. A file without records stays."""
-    if not has_records(path) or not (records := read_records(path)):
+    if not (records := _as_written(path)):
         return
     lines = "".join(json_text(record, separators=(",", ":")) + "\n" for record in records)
     write_whole(Path(f"{path}{PACKED}"), gzip.compress(lines.encode(), mtime=0))
@@ -68,12 +68,12 @@ def read_records(path: str | Path) -> list[dict]:
     Backends have the names of today (`with_names_of_today`). A line that a killed run left unfinished, or that holds
     anything else, is skipped with a warning that names it.
     """
-    lines = [line for file in _files(Path(path)) or [Path(path)] for line in _read_lines(file)]
-    return [with_names_of_today(each, Path(path)) for each in _with_environments(lines)]
+    return [with_names_of_today(record, Path(path)) for record in _as_written(Path(path))]
 
 
-def _with_environments(lines: list[dict]) -> list[dict]:
+def _as_written(path: Path) -> list[dict]:
     # Older files keep each environment once, in their first line. A record there has [number, what differs].
+    lines = [line for file in _files(path) or [path] for line in _read_lines(file)]
     environments, records = [], []
     for line in lines:
         if "environments" in line:

@@ -32,16 +32,15 @@ SPECIAL = ("key_padding_mask", "query_start", "ordering", "extra_k", "cu_seqlens
 
 def candidates(work: Workload, *, gradient: bool) -> list[str]:
     """The backends worth measuring: those that serve, without the reference and without interpreted kernels."""
-    q = work.stand_in(gradient=gradient)
     passed_over = {"reference"} | ({"triton"} if kernel_mode() == "interpreted" else set())
-    backends = backends_for(work.call.pattern)
-    return [name for name, backend in backends.items() if name not in passed_over and not backend.refusal(q, work.call)]
+    names = [name for name in backends_for(work.call.pattern) if name not in passed_over]
+    return [name for name in names if not work.refusal(name, gradient=gradient)]
 
 
 def chosen(work: Workload, *, gradient: bool) -> str:
     """What "auto" takes for this work."""
-    q = work.stand_in(gradient=gradient)
-    return explain_backend(q, q, q, work.pattern, is_causal=work.is_causal).chosen
+    q, k = work.stand_ins(gradient=gradient)
+    return explain_backend(q, k, k, work.pattern, is_causal=work.is_causal).chosen
 
 
 def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
@@ -55,10 +54,10 @@ def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()
 
 
 def _beside_choice(label: str, work: Workload, attend: Callable, names: Sequence[str], gradient: bool) -> Pairs:
-    q, base = work.stand_in(gradient=gradient), chosen(work, gradient=gradient)
+    base = chosen(work, gradient=gradient)
     about = {"direction": BOTH if gradient else "forward", "sweep": SWEEP, "pattern": label}
     for name in names:
-        if name != base and not backends_for(work.call.pattern)[name].refusal(q, work.call):
+        if name != base and not work.refusal(name, gradient=gradient):
             yield tuple(work.side(each, partial(attend, each), **about) for each in (name, base))
 
 
@@ -99,7 +98,7 @@ def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float],
 
 def remember_times(work: Workload, times: dict[str, float], medians: dict[str, float], *, gradient: bool) -> Path:
     """Keep what `measured_times` found in the file that is returned; "auto" goes by its order from then on."""
-    known = rule_for(work.stand_in(gradient=gradient), work.call, gradient=gradient).order
+    known = rule_for(work.stand_ins(gradient=gradient)[0], work.call, gradient=gradient).order
     order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
     return remember(shape_class(work, gradient=gradient), order, medians)
 

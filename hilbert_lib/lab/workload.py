@@ -163,10 +163,16 @@ class Workload:
         parameters |= self.parameters | ({"direction": direction} if direction else {})
         return Side(name, parameters, run, self.error, flop, moved)
 
-    def stand_in(self, *, gradient: bool) -> Tensor:
-        """q without its memory, to ask what serves."""
-        one = torch.empty(1, device=self.device, dtype=getattr(torch, self.dtype), requires_grad=gradient)
-        return one.expand(1, self.length, self.heads, self.head_dim)
+    def stand_ins(self, *, gradient: bool) -> tuple[Tensor, Tensor]:
+        """q and k without their memory, to ask what serves."""
+        element = torch.empty(1, device=self.device, dtype=getattr(torch, self.dtype), requires_grad=gradient)
+        q = element.expand(1, self.rows, self.heads, self.head_dim)
+        return q, element.expand(1, self.length, self.kv_heads, self.head_dim)
+
+    def refusal(self, backend: str, *, gradient: bool) -> str:
+        """Why a backend cannot serve the call; "" where it can."""
+        q, k = self.stand_ins(gradient=gradient)
+        return backends_for(self.call.pattern)[backend].refusal(q, self.call, k)
 
     def estimate(self, backend: str, direction: str) -> MemoryEstimate:
         """What memory a call takes by one backend."""
@@ -263,9 +269,7 @@ def _fields_of(pattern: Pattern) -> dict:
 
 def fused_backend(work: Workload, *, gradient: bool = False) -> str:
     """The name of this library's fused kernels that serve a work: "hopper" where these do, otherwise "triton"."""
-    k = work.stand_in(gradient=gradient)
-    refusal = backends_for(work.call.pattern)["hopper"].refusal(k[:, : work.rows], work.call, k)
-    return "triton" if refusal else "hopper"
+    return "triton" if work.refusal("hopper", gradient=gradient) else "hopper"
 
 
 def by_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:

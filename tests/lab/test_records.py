@@ -302,6 +302,14 @@ def test_triton_of_an_old_record_reads_as_hopper_where_those_kernels_ran(tmp_pat
     }
 
 
+def test_packing_keeps_the_names_that_were_written(tmp_path):
+    record = {**side_of(), "environment": HOPPER_CARD}
+    records.append_lines([record], tmp_path / RESULTS)
+    records.pack_records(tmp_path / RESULTS)
+    packed = gzip.decompress((tmp_path / f"{RESULTS}.gz").read_bytes())
+    assert json.loads(packed) == record
+
+
 @pytest.mark.parametrize(("dtype", "name"), [("float16", "hopper"), ("float32", "triton")])
 def test_the_sides_of_an_old_point_are_named_as_today(tmp_path, dtype, name):
     pattern = {"segment_lengths": [64], "dilation_rates": [1], "offsets": "head", "mixing": "softmax"}

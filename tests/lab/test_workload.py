@@ -192,3 +192,13 @@ def test_a_workload_that_cannot_be_is_refused():
     for text in ("64x64 7x7", "64x64 7x7 0x16", "8x8 99x99 1x16", "one two three"):
         with pytest.raises(ValueError, match=r"works must be grids, windows, heads and head_dim, such as .*; got"):
             Workload.on_grid(text, device=CPU)
+
+
+def test_what_serves_is_asked_with_the_shapes_of_the_call():
+    work = Workload(DilatedPattern((8,), (2,)), 20, 4, 8, CPU, queries=(14, 3), dtype="float32", kv_heads=2)
+    for gradient in (False, True):
+        for x, drawn in zip(work.stand_ins(gradient=gradient), work.tensors, strict=False):
+            assert (x.shape, x.dtype, x.device) == (drawn.shape, drawn.dtype, drawn.device)
+            assert x.requires_grad == gradient
+    assert work.refusal("reference", gradient=False) == ""
+    assert work.refusal("sdpa", gradient=False).startswith("no query_start")

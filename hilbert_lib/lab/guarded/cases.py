@@ -119,7 +119,7 @@ def attention_refusal(point: dict, side: str) -> str:
     work = _work(point)
     if side == "triton" and work.device.type == "cpu" and kernel_mode() == "interpreted":
         return "its kernels are interpreted here: their times mean nothing"
-    return BACKENDS[side].refusal(work.stand_in(gradient=point["direction"] == "backward"), work.call)
+    return work.refusal(side, gradient=point["direction"] == "backward")
 
 
 def attention_estimate(point: dict, side: str) -> MemoryEstimate:

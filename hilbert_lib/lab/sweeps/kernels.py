@@ -7,7 +7,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.lab.pairs import Side
@@ -27,18 +26,26 @@ def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[st
     The fused kernel is `fused_backend`, whose name its side has.
     attend: the output of (name, q, k, v, work). opponents: names of `BACKENDS` and `BASELINES`.
     """
-    known, told = {**BACKENDS, **BASELINES}, set()
+    printed = set()
     for label, work in works:
         about = {"sweep": "backends", "pattern": label}
         fused = fused_backend(work)
-        base = {each: work.side(fused, partial(attend, fused), each, **about) for each in ("forward", "backward")}
+        directions = "forward", "backward"
+        base = {direction: work.side(fused, partial(attend, fused), direction, **about) for direction in directions}
         for name, direction in product(opponents, base):
-            reason = known[name].refusal(work.stand_in(gradient=direction == "backward"), work.call)
+            reason = _refusal(name, work, gradient=direction == "backward")
             if not reason:
                 yield work.side(name, partial(attend, name), direction, **about), base[direction]
-            elif (name, reason) not in told:
-                told.add((name, reason))
+            elif (name, reason) not in printed:
+                printed.add((name, reason))
                 print(f"{name} is left out: {reason}")
+
+
+def _refusal(name: str, work: Workload, *, gradient: bool) -> str:
+    if name in BASELINES:
+        q, _ = work.stand_ins(gradient=gradient)
+        return BASELINES[name].refusal(q, work.call)
+    return work.refusal(name, gradient=gradient)
 
 
 def single_branches(
