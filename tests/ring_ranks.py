@@ -19,7 +19,7 @@ from hilbert_lib.attention import merge, operators
 from hilbert_lib.attention.api import attend, dilated_attention
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.request import WORKING_DTYPE, Request
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -232,7 +232,8 @@ def by_kernels():
 def _flex_on_the_cpu():
     """The oracle, which is differentiable, in the place of FlexAttention, which has no backward on the CPU."""
 
-    def attend(q, k, v, call: Request):
+    def attend(given: Tensors, call: Request):
+        q, k, v, *_ = given
         out, lse = oracle.attention(q, k, v, call.pattern, is_causal=call.is_causal, scale=call.scale)
         return out.to(q.dtype), lse.to(WORKING_DTYPE[q.dtype])
 

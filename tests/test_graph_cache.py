@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import hilbert_lib
-from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.backends.flex_grid import block_mask
+from hilbert_lib.attention.backends import flex_masks
 from hilbert_lib.attention.triton import decode, packed, schedule
 from hilbert_lib.graph_cache import GraphCache, cached_for_graphs, made_to_share
 from hilbert_lib.ordering import ordering_tables
@@ -123,7 +122,8 @@ threading.Thread(target=serve).start()
 
 
 def test_the_tables_of_kernels_and_masks_are_such():
-    for tables in (ordering_tables, schedule.tables, packed.tables, decode._table, flex._masks, block_mask):
+    masks = flex_masks.dilated_mask, flex_masks.neighbourhood_mask, flex_masks.pattern_mask
+    for tables in (ordering_tables, schedule.tables, packed.tables, decode._table, *masks):
         assert isinstance(tables, GraphCache)
 
 

@@ -10,8 +10,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from hilbert_lib import NeighbourhoodAttention, neighbourhood_attention
-from hilbert_lib.attention.backends import flex_grid as flex
-from hilbert_lib.attention.backends import tiles
+from hilbert_lib.attention.backends import flex, flex_masks, tiles
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.exact_rows import exact_keys, exact_rows
@@ -44,7 +43,7 @@ def attend(q, k, v, near, own, block_size):
 
 
 def block_mask(near, own, block_size):
-    return flex.block_mask((near,), own, 0, False, block_size, torch.device("cpu"))
+    return flex_masks.neighbourhood_mask((near,), own, 0, False, block_size, torch.device("cpu"))
 
 
 # Each order on two grids, each grid in two orders; and other rules.
@@ -112,7 +111,7 @@ def test_a_block_that_the_grid_does_not_fill_is_never_full(cells, rules):
 def test_blocks_of_the_kernel_with_keys_that_all_see_are_those_of_the_pairs(cells, extra):
     """Blocks of 16, which the cells, or cells and extra keys, fill or do not."""
     near = Neighbourhood((cells,), 15)
-    mask = flex.block_mask((near,), None, extra, False, 16, torch.device("cpu"))
+    mask = flex_masks.neighbourhood_mask((near,), None, extra, False, 16, torch.device("cpu"))
     seen = torch.nn.functional.pad(mask_of(near), (0, extra), value=True)
     blocks = [list(rows.split(16, 1)) for rows in seen.split(16)]
     full = torch.tensor([[bool(block.all()) and block.shape == (16, 16) for block in row] for row in blocks])
@@ -236,7 +235,7 @@ def test_nothing_depends_on_the_default_device():
     module = NeighbourhoodAttention(16, 2, 3, dtype=torch.float64)
 
     def clear():
-        flex.block_mask.cache_clear()
+        flex_masks.neighbourhood_mask.cache_clear()
         tiles._axes.cache_clear()
 
     results = [

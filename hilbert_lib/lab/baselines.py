@@ -16,7 +16,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.dense import CpuFlash, Flash, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.request import WORKING_DTYPE, Request
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 
 
@@ -127,6 +127,6 @@ def _flex_refusal(q: Tensor, call: Request) -> str:
 
 BASELINES = {
     # Under autograd: unlike the backend, its backward runs no second forward.
-    "flex": Baseline(_flex_refusal, lambda q, k, v, call: flex.attend(q, k, v, call)[0]),
+    "flex": Baseline(_flex_refusal, lambda q, k, v, call: flex.attend(Tensors(q, k, v), call)[0]),
     "torchscale": Baseline(_eager_refusal, _Torchscale.apply),
 }

@@ -18,7 +18,7 @@ from hilbert_lib import (
     explain_backend,
     neighbourhood_attention,
 )
-from hilbert_lib.attention.backends import flex_grid, tiles
+from hilbert_lib.attention.backends import flex, tiles
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.validation import validated
@@ -162,13 +162,13 @@ def test_dropout_is_that_of_the_reference_whatever_computes_the_parts():
 
 def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch):
     # The compiled FlexAttention runs on a GPU alone; here eager's forward stands in for its own.
-    monkeypatch.setattr(flex_grid, "attend", lambda given, request: brute(given, counts_of(Union((NEAR,)))))
+    monkeypatch.setattr(flex, "attend", lambda given, request: brute(given, counts_of(Union((NEAR,)))))
     tensors = drawn()
     given, _ = validated(*tensors[:3], NEAR)
     out, lse = (x.detach() for x in attend(*tensors[:3], NEAR_AND_FAR, return_lse=True))
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
     request = Request(NEAR.of_heads(2), scale=8**-0.5, is_part=True)
-    found = flex_grid.backward(dout, Tensors(*(x.detach() for x in given)), out, lse, request)
+    found = flex.backward(dout, Tensors(*(x.detach() for x in given)), out, lse, request)
     right = tiles.backward(dout, Tensors(*(x.detach() for x in given)), out, lse, request)
     for x, y in zip(found[:3], right[:3], strict=True):
         torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
@@ -274,12 +274,12 @@ def test_flex_attention_serves_a_pattern_of_ones_own():
     tensors = [x.detach() for x in drawn(torch.float32, head_dim=16)]
     pattern, order = Diamond((6, 6), 2), Ordering.random(CELLS, seed=1)
     given, request = validated(*tensors[:3], pattern)
-    out, lse = flex_grid.attend(given, request, block_size=16)
+    out, lse = flex.attend(given, request, block_size=16)
     exact = brute([x.double() for x in tensors], counts_of(Union((pattern,))))
     torch.testing.assert_close((out.double(), lse.double()), exact, atol=1e-5, rtol=1e-5)
     stored = Tensors(*(order.apply(x, dim=1) for x in tensors[:3]))
     ordered = Request(pattern, scale=request.scale, ordering=order)
-    torch.testing.assert_close(order.undo(flex_grid.attend(stored, ordered, block_size=16)[0], dim=1), out)
+    torch.testing.assert_close(order.undo(flex.attend(stored, ordered, block_size=16)[0], dim=1), out)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

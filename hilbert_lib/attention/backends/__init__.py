@@ -6,8 +6,8 @@ backend    what a backend is, and what the dense ones refuse in common
 strided    dense kernels over zero-copy views, and their merge
 dense      the dense kernels that torch has
 packages   those of other packages
-flex       compiled FlexAttention on residue-major tokens
-flex_grid  compiled FlexAttention on grids, and for patterns of any kind
+flex_masks masks of FlexAttention, by pattern
+flex       compiled FlexAttention, for patterns of any kind
 fused      the fused kernels of `attention/triton`, for sequences: "hopper" warp-specialised, "triton" plain
 fused_grid the same for grids
 tiles      matrix products of tiles of a grid, in chunks

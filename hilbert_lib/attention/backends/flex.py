@@ -1,49 +1,43 @@
-"""FlexAttention, compiled, on tokens in residue-major order: a mask of blocks says what the pattern lets attend.
+"""FlexAttention, compiled: masks of blocks (`flex_masks`) say what a pattern lets attend.
 
 FlexAttention differentiates its own forward. The `backward` that every backend has therefore runs the forward once
 more, and uses out and lse only where they hold more than the call, as in a ring.
 """
 
-from collections.abc import Callable
-from functools import cache
-from math import lcm
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits, of_sequences
-from hilbert_lib.attention.request import WORKING_DTYPE, Request
-from hilbert_lib.attention.triton.schedule import head_offsets
-from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.internals import buffers_kept, let_run_again
+from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits
+from hilbert_lib.attention.backends.flex_masks import FLEX_BLOCK, mask_of
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.internals import buffers_kept, flex_tiles_within, let_run_again
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, Permuted
 from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
+from hilbert_lib.patterns.pattern import Pattern
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
 COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
-# For rows of at most 64 elements, where counts are added to the scores. torch's own choice for Hopper, four warps for
-# 128 x 128 scores, takes a forward of the reference work four times as long (notebook 06, commits 76aff87, 2ba1c29).
-FLEX_NARROW = {"fwd_BLOCK_N": 64, "fwd_num_warps": 8}
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; on CUDA alone."""
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """Gradients of q, k, v and of the extra keys; on CUDA alone."""
     # The operator that calls this runs below autograd, which has to record the forward here.
     with torch.inference_mode(False):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own = attend(*leaves, call)
-        if not call.is_part:
-            return torch.autograd.grad(own[0], leaves, dout)
-        with torch.no_grad():
-            grads = gradients_of_part(dout, out, lse, *own)
-        return torch.autograd.grad(own, leaves, grads)
+        leaves = [x.detach().requires_grad_() for x in given if x is not None]
+        results = attend(Tensors(*leaves), request)
+        if request.is_part:
+            with torch.no_grad():
+                gradients = gradients_of_part(dout, out, lse, *results)
+        else:
+            results, gradients = results[:1], (dout,)
+        grads = torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+    return Tensors(*(x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)))
 
 
 def gradients_of_part(
@@ -58,114 +52,60 @@ def gradients_of_part(
     return weighted.to(own_out.dtype), towards.transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention; shapes as in `reference.forward`.
+def attend(
+    given: Tensors, request: Request, block_size: int = FLEX_BLOCK, kernel_options: dict | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Output like q, and lse (batch, heads, seq). On CUDA it is compiled and differentiable.
 
-    On CUDA it is compiled and differentiable. On the CPU it runs in eager mode, with memory for length squared and
-    without a gradient.
+    On the CPU it runs in eager mode: memory for length squared, no gradient. block_size: tokens of a block of the mask,
+    each way. kernel_options: FlexAttention's own, on CUDA; by default those of the pattern. With others lse is None:
+    FlashAttention-4 has no gradient beside it.
     """
     # Imported where it runs: from torch 2.14 on it is what loads sympy, which takes longer than this library.
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
-    # A generator: nothing but the call holds the copies, which are as large as q, k and v.
-    stored = (Permuted.apply(x, order.perm, order.inverse) for x, order in zip((q, k, v), orders, strict=True))
-    heads, kv_heads = q.shape[2], k.shape[2]
-    count = block_mask = None
-    if q.shape[1] == k.shape[1]:
-        count, block_mask = _masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
-    # Otherwise it is a block of a ring: one branch of rate 1 with one segment, where every query sees every key.
-
-    def add_log_count(score, b, h, query, key):
-        return score + count(h, query, key).log()
-
-    once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
+    q, k, *_ = given
+    mask = mask_of(given, request, block_size)
     run = compiled_flex_attention if q.is_cuda else flex_attention
-    out, more = run(
-        *(x.transpose(1, 2) for x in stored),
-        score_mod=None if once else add_log_count,
-        block_mask=block_mask,
-        scale=call.scale,
-        enable_gqa=heads != kv_heads,
-        return_aux=AuxRequest(lse=True),
-        kernel_options=FLEX_NARROW if q.is_cuda and q.shape[3] <= 64 and not once else None,
-    )
-    lse = more.lse.to(WORKING_DTYPE[q.dtype]).index_select(2, orders[0].inverse)
-    return Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
+    returns = AuxRequest(lse=True) if kernel_options is None else None
+    with _tiles_within(block_size) if q.is_cuda else warnings.catch_warnings():
+        if not q.is_cuda:  # the docstring says that it is not compiled
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        results = run(
+            *(x.transpose(1, 2) for x in _laid_out(given, mask.orders)),
+            score_mod=mask.score_mod,
+            block_mask=mask.blocks,
+            scale=request.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            return_aux=returns,
+            kernel_options=(kernel_options or mask.kernel_options) if q.is_cuda else None,
+        )
+    out, lse = (results[0], results[1].lse.to(WORKING_DTYPE[q.dtype])) if returns else (results, None)
+    return _in_order_of_q(out.transpose(1, 2), lse, mask.orders)
 
 
-def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
-    """The layout in which FlexAttention takes tokens: rows of one residue modulo every rate lie side by side."""
-    return Ordering.residue(length, lcm(*pattern.dilation_rates))
+def _laid_out(given: Tensors, orders: tuple[Ordering, Ordering] | None) -> Iterator[Tensor]:
+    # q, k and v as the mask has their rows; extra keys come after the others. A generator: nothing but the call holds
+    # the copies, which are as large as q, k and v.
+    q, k, v, extra_k, extra_v = given
+    q_order, kv_order = orders or (None, None)
+    for x, extra, order in ((q, None, q_order), (k, extra_k, kv_order), (v, extra_v, kv_order)):
+        if order is not None:
+            yield Permuted.apply(x, order.perm, order.inverse)
+        elif extra is not None and extra.shape[1]:
+            yield torch.cat((x, extra), 1)
+        else:
+            yield x
 
 
-@cached_for_graphs(maxsize=32)
-@torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
-def _masks(
-    pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
-) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], "BlockMask"]:
-    # A function that FlexAttention traces: through how many branches a query finds a key, of slots in `residue_order`.
-    # And the mask of blocks, made without a table of length squared; in a full block every pair attends.
-    position = residue_order(pattern, length).to(device).perm.int()
-    # Cut to the length, which changes nothing below it: 32 bits hold no rate of 2^32 and more.
-    branches = [(min(w, length), min(r, length)) for w, r in pattern.branches]
-    by_branch = [[min(o, length) for o in head_offsets(pattern, i, kv_heads)] for i in range(len(branches))]
-    used = list(zip(*by_branch, strict=True))  # of each KV head
-    offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
-
-    def count(h, query, key):
-        at_query, at_key = position[query], position[key]
-        total = 0.0
-        for i, (w, r) in enumerate(branches):
-            # Rows outside the branch get segments that equal no other.
-            query_segment = torch.where(at_query % w % r == offsets[h, i], at_query // w, -1)
-            key_segment = torch.where(at_key % w % r == offsets[h, i], at_key // w, -2)
-            total = total + (query_segment == key_segment).float()
-        return total
-
-    def attends(b, h, query, key):
-        found = count(h, query, key) > 0.0
-        return found & (position[key] <= position[query]) if is_causal else found
-
-    lists = {own: _block_lists(position.long(), branches, own, is_causal) for own in set(used)}
-    per_head = [lists[used[h // (heads // kv_heads)]] for h in range(heads)]
-    partial_count, partial, full_count, full = (torch.stack(x)[None] for x in zip(*per_head, strict=True))
-    from torch.nn.attention.flex_attention import BlockMask
-
-    mask = BlockMask.from_kv_blocks(
-        partial_count, partial, full_count, full, FLEX_BLOCK, mask_mod=attends, seq_lengths=(length, length)
-    )
-    return count, mask
-
-
-def _block_lists(
-    position: Tensor, branches: list[tuple[int, int]], offsets: tuple[int, ...], is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # For one head: how many blocks each block of queries sees in part, which, how many it sees whole, and which.
-    length, device = len(position), position.device
-    blocks = -(-length // FLEX_BLOCK)
-    block = torch.arange(length, device=device) // FLEX_BLOCK
-    some = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
-    full = some.clone()
-    for (w, r), offset in zip(branches, offsets, strict=True):
-        inside = position % w % r == offset
-        holds = torch.zeros(blocks, -(-length // w), device=device)  # whether a block has rows of a segment
-        holds[block[inside], position[inside] // w] = 1.0
-        meets = holds @ holds.T > 0.0
-        whole = (block[~inside].bincount(minlength=blocks) == 0) & (holds.sum(1) == 1.0)
-        some |= meets
-        full |= meets & whole[:, None] & whole
-    if is_causal:
-        first = position.new_full((blocks,), length).scatter_reduce(0, block, position, "amin")
-        last = position.new_zeros(blocks).scatter_reduce(0, block, position, "amax")
-        some &= first <= last[:, None]
-        full &= last <= first[:, None]
-    return *block_list(some & ~full), *block_list(full)
-
-
-def block_list(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row of (query blocks, key blocks) bool has, and the columns, with these first: int32."""
-    return blocks.sum(1).int(), blocks.byte().argsort(dim=1, descending=True, stable=True).int()
+def _in_order_of_q(
+    out: Tensor, lse: Tensor | None, orders: tuple[Ordering, Ordering] | None
+) -> tuple[Tensor, Tensor | None]:
+    if orders is None:
+        return out.contiguous(), lse
+    order, _ = orders
+    lse = None if lse is None else lse.index_select(2, order.inverse)
+    return Permuted.apply(out, order.inverse, order.perm), lse
 
 
 def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor | tuple:
@@ -200,6 +140,14 @@ def _compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
+def _tiles_within(block_size: int) -> AbstractContextManager:
+    # On some GPUs inductor's tiles are 128 rows, which a smaller block cannot hold: it then finds no kernel at all. The
+    # choice holds for one thread: `run_to_keep` compiles the backward here too.
+    if block_size >= FLEX_BLOCK:
+        return nullcontext()
+    return flex_tiles_within(block_size)
+
+
 # FlexAttention's lists of blocks, in bytes for each head and pair of blocks: while they are sorted, and kept.
 FLEX_SORTED, FLEX_KEPT = 59, 16
 # What the first call of a shape takes on an H200 is 0 to 92 MiB; this is the middle. 60 are as large as L2: torch's
@@ -208,45 +156,97 @@ FLEX_SORTED, FLEX_KEPT = 59, 16
 FLEX_FIRST = 46 * 2**20
 
 
-def _workspace(given: tuple, call: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
-    # On CUDA: of a forward that is the first of its pattern and length, and of a backward after it, which runs the
-    # forward once more.
-    q, k, *_ = given[0] if direction == "forward" else given[1]
-    batch, rows, heads, _ = q.shape
-    lse = 4 * batch * rows * heads
-    stored = q.nbytes + 2 * k.nbytes  # in residue order, and as much again for their gradients
-    if direction == "backward":
-        most = 2 * stored + 3 * q.nbytes + 4 * lse  # out and dout in residue order, out in the sequence's
-    else:
-        pairs = heads * (-(-rows // FLEX_BLOCK)) ** 2
-        most = max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + stored + q.nbytes + 2 * lse + FLEX_FIRST)
-    return {"temporary": most - returned}
+def _workspace(given: tuple, request: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
+    # On CUDA: of a forward that is the first of its mask, and of a backward after it, which runs the forward once more.
+    tensors = given[0] if direction == "forward" else given[1]
+    q, lse = tensors.q, 4 * tensors.q[..., 0].numel()
+    copies, lists, keys = _copies_and_lists(tensors, request)
+    if direction == "forward":
+        pairs = lists * -(-q.shape[1] // FLEX_BLOCK) * -(-keys // FLEX_BLOCK)
+        most = max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + copies + q.nbytes + 2 * lse + FLEX_FIRST)
+        return {"temporary": most - returned}
+    if isinstance(request.pattern, DilatedPattern):
+        # The copies again for their gradients; out and dout in residue order, out in the sequence's.
+        return {"temporary": 2 * copies + 3 * q.nbytes + 4 * lse - returned}
+    # The output of its own forward twice: as FlexAttention makes it and as we return it.
+    return {"temporary": 2 * q.nbytes + copies * (2 if q.shape[0] > 1 else 1) + 3 * lse}
 
 
-def _limits(q: Tensor, call: Request) -> str:
-    if q.shape[-1] < 16:
-        return f"needs a head_dim of at least 16, got {q.shape[-1]}"
-    if call.cu_seqlens is not None:
-        return "no cu_seqlens: its mask of blocks is of one length, which the host would have to know"
-    return half_limits(q, call)
+def _copies_and_lists(tensors: Tensors, request: Request) -> tuple[int, int, int]:
+    # Bytes of copies of q, k and v; lists of blocks, one for each head or one for all; and the keys of a list.
+    q, k, _, extra_k, _ = tensors
+    heads = q.shape[2]
+    if isinstance(request.pattern, DilatedPattern):  # in residue order
+        return q.nbytes + 2 * k.nbytes, heads, q.shape[1]
+    joined = 2 * (k.nbytes + extra_k.nbytes)
+    lists = heads if len(request.heads_by_window) > 1 else 1
+    return joined if extra_k.numel() else 0, lists, q.shape[1] + extra_k.shape[1]
 
 
-def _here(q: Tensor, call: Request) -> str:
+def _here(q: Tensor, request: Request) -> str:
     if not q.is_cuda:
         return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
     return gpu_refusal(q) if kernel_mode() == "compiled" else "needs triton, and not its interpreter"
 
 
+def _head_dim_refusal(q: Tensor) -> str:
+    return f"needs a head_dim of at least 16, got {q.shape[-1]}" if q.shape[-1] < 16 else ""
+
+
+def _limits_of_sequences(q: Tensor, request: Request) -> str:
+    if refusal := _head_dim_refusal(q):
+        return refusal
+    if request.cu_seqlens is not None:
+        return "no cu_seqlens: its mask of blocks is of one length, which the host would have to know"
+    return half_limits(q, request)
+
+
+def _limits(q: Tensor, request: Request) -> str:
+    if q.dtype == torch.float64:
+        return "serves float16, bfloat16 and float32, got float64"
+    return _head_dim_refusal(q)
+
+
+def _limits_of_any(q: Tensor, request: Request) -> str:
+    # The mask is of pairs of positions alone, and asks `attends`.
+    pattern = request.pattern
+    if type(pattern).attends is Pattern.attends:
+        return f"asks a pattern which pairs attend, and {pattern.noun} has no attends"
+    if "extra_k" in pattern.options:
+        return "serves no extra keys for patterns of this kind"
+    asked = {
+        "is_causal": request.is_causal,
+        "dropout_p": request.dropout_p > 0.0,
+        "query_start": request.query_start is not None,
+        "cu_seqlens": request.cu_seqlens is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            return f"no {name} for patterns of this kind"
+    return _limits(q, request)
+
+
+_flex = partial(Backend, name="flex", colour="#E69F00", functions=lambda device: (attend, backward), here=_here)
+
 BACKENDS = (
-    Backend(
-        name="flex",
+    _flex(
+        serves=DilatedPattern,
         note="compiled FlexAttention; its backward runs the forward once more",
-        colour="#E69F00",
-        functions=lambda device: of_sequences(attend, backward),
-        limits=_limits,
-        here=_here,
+        limits=_limits_of_sequences,
         # As tried at 66ec7ef: tensors of FlexAttention's stay in the graph's memory. What holds them is not known.
         caveat="torch refused it under torch.compile(mode='reduce-overhead') when that was tried",
         workspace=_workspace,
+    ),
+    _flex(
+        serves=HeadNeighbourhoods,
+        note="compiled FlexAttention; its backward runs the forward once more",
+        limits=_limits,
+        reads_orderings=True,
+        workspace=_workspace,
+    ),
+    _flex(
+        serves=Pattern,
+        note="compiled FlexAttention with a mask of all pairs; its backward runs the forward once more",
+        limits=_limits_of_any,
     ),
 )

@@ -11,8 +11,8 @@ from cases import assert_close, differentiated, drawn, expected, norms
 from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_mask
 
 from hilbert_lib import DilatedPattern, dilated_attention
-from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.request import WORKING_DTYPE, Request
+from hilbert_lib.attention.backends import flex, flex_masks
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.internals import WITHOUT_INTERNALS
 
 
@@ -20,18 +20,20 @@ from hilbert_lib.internals import WITHOUT_INTERNALS
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
     pattern, (q, k, v, _), out, lse, _ = expected("sparse", "head", mixing, torch.float32, "wide", is_causal)
-    got, got_lse = flex.attend(q, k, v, Request(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
+    got, got_lse = flex.attend(Tensors(q, k, v), Request(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
     assert_close((got, got_lse), (out, lse), 2e-4)
     assert lse.isinf().any()  # rows that no branch has
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rates", [(1, 1), (1, 2)])
-def test_blocks_hold_every_pair_and_full_ones_no_other(rates, is_causal):
-    _, mask = flex._masks(DilatedPattern((320, 640), rates), is_causal, 640, 2, 2, torch.device("cpu"))
-    true = create_block_mask(mask.mask_mod, None, 2, 640, 640, device="cpu", BLOCK_SIZE=128)
+@pytest.mark.parametrize("size", [64, 128])
+def test_blocks_hold_every_pair_and_full_ones_no_other(size, rates, is_causal):
+    pattern = DilatedPattern((320, 640), rates)
+    mask, _ = flex_masks.dilated_mask(pattern, is_causal, 640, 2, 2, size, torch.device("cpu"))
+    true = create_block_mask(mask.mask_mod, None, 2, 640, 640, device="cpu", BLOCK_SIZE=size)
     some, full, true_some, true_full = (
-        _ordered_to_dense(counts, lists, 5).bool()[0]
+        _ordered_to_dense(counts, lists, 640 // size).bool()[0]
         for each in (mask, true)
         for counts, lists in ((each.kv_num_blocks, each.kv_indices), (each.full_kv_num_blocks, each.full_kv_indices))
     )
@@ -46,9 +48,9 @@ def test_a_backward_below_autograd_takes_masks_first_made_in_inference_mode(monk
     *tensors, dout = drawn(50, 2, 2, 16, dtype=torch.float64)
     call = Request(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
     with torch.inference_mode():
-        out, lse = flex.attend(*tensors, call)
+        out, lse = flex.attend(Tensors(*tensors), call)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as the operator calls it
-        got = flex.backward(dout, *tensors, out.clone(), lse.clone(), call)
+        got = flex.backward(dout, Tensors(*tensors), out.clone(), lse.clone(), call)[:3]
     attend = partial(oracle.attention, pattern=call.pattern, is_causal=is_causal, scale=0.3)
     assert_close(got, differentiated(attend, [*tensors, dout])[2:], 1e-7)
 
@@ -65,9 +67,11 @@ def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], 
     first, second = slice(0, 150), slice(150, 220)
     for queries, keys, is_causal in ((first, first, True), (second, first, False), (second, second, True)):
         call = Request(DilatedPattern((150,), (1,)), is_causal, scale=16**-0.5, is_part=True)
-        rows = [x[:, queries].contiguous() for x in (dout, q)]
+        own_dout, *own = (
+            x[:, at].contiguous() for x, at in zip((dout, q, k, v), (queries, queries, keys, keys), strict=True)
+        )
         merged = out[:, queries].to(dtype), lse[:, :, queries].to(WORKING_DTYPE[dtype]).contiguous()
-        some = flex.backward(*rows, k[:, keys].contiguous(), v[:, keys].contiguous(), *merged, call)
+        some = flex.backward(own_dout, Tensors(*own), *merged, call)[:3]
         for total, part, at in zip(got, some, (queries, keys, keys), strict=True):
             total[:, at] += part
     return got, wanted
@@ -75,8 +79,8 @@ def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], 
 
 def test_parts_of_flex_have_the_gradient_of_the_whole(monkeypatch):
     # The oracle stands in for FlexAttention, which has no backward on the CPU.
-    def attend(q, k, v, call):
-        return oracle.attention(q, k, v, call.pattern, is_causal=call.is_causal, scale=call.scale)
+    def attend(given, call):
+        return oracle.attention(*given[:3], call.pattern, is_causal=call.is_causal, scale=call.scale)
 
     monkeypatch.setattr(flex, "attend", attend)
     torch.testing.assert_close(*parts_by_flex(torch.float64, "cpu"))
@@ -96,7 +100,7 @@ def test_parts_of_compiled_flex_have_the_gradient_of_the_whole():
 def test_flex_takes_fewer_queries_than_keys_in_one_segment():
     *tensors, _ = drawn(20, 2, 2, 16, keys=45)
     pattern = DilatedPattern((45,), (1,))
-    got = flex.attend(*tensors, Request(pattern, scale=0.3))
+    got = flex.attend(Tensors(*tensors), Request(pattern, scale=0.3))
     assert_close(got, oracle.attention(*tensors, pattern, scale=0.3), 1e-5)
 
 
@@ -105,7 +109,7 @@ def test_rates_beyond_32_bits_leave_one_row_of_a_residue_in_flex(rate):
     pattern = DilatedPattern((2**41,), (rate,), offsets="zero")
     tensors = torch.randn(3, 1, 8, 1, 16).unbind()
     exact = dilated_attention(*tensors, pattern, scale=0.25, return_lse=True, backend="reference")
-    torch.testing.assert_close(flex.attend(*tensors, Request(pattern, scale=0.25)), exact)
+    torch.testing.assert_close(flex.attend(Tensors(*tensors), Request(pattern, scale=0.25)), exact)
 
 
 # A compiled function whose backward runs again, whatever ran and was compiled before it.

@@ -37,8 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.backends import flex_grid as flex
-from hilbert_lib.attention.backends import tiles
+from hilbert_lib.attention.backends import flex, tiles
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.grid_parts import on_its_keys
 from hilbert_lib.attention.request import GridPart, Request, Tensors
