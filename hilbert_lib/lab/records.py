@@ -27,6 +27,8 @@ RESULTS, PACKED = "results.jsonl", ".gz"
 FAILED = ".failed"  # ends the name of the folder of an attempt that did not finish
 REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a checkout
 MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
+# Notebooks that were cells of another one. A run of that notebook with this parameter of theirs holds their records.
+CAME_FROM = {"06b_orders_and_counters": ("06_kernel_benchmarks", "layout_length")}
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
 HOPPER_FOLDERS = ("nvidia-h100-", "nvidia-h200-")  # begin the names of folders of runs on one card, or on several
 TIMED = ("measurement", "comparison", "back to back")  # kinds of records that hold times of sides
@@ -235,19 +237,31 @@ def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None =
 
 
 def committed_runs(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> list[Path]:
-    """The folders of all runs of a notebook, as `newest_run` looks for them."""
-    folders = REPORTS.glob(MACHINES) if machines is None else machines
-    runs = [run for folder in folders for kind in (name, f"{name}-*") for run in folder.glob(f"*/{kind}/")]
+    """The folders of all runs of a notebook, as `newest_run` looks for them, and of those under its older name."""
+    folders = list(REPORTS.glob(MACHINES) if machines is None else machines)
+    runs = _runs_named(name, folders)
+    if name in CAME_FROM:
+        older_name, parameter = CAME_FROM[name]
+        runs += [run for run in _runs_named(older_name, folders) if parameter in _manifest(run).get("parameters", ())]
     # What was measured before an attempt failed is no record.
     return [run for run in runs if not run.name.endswith(FAILED) and has_records(run / file)]
 
 
 def run_environment(run: Path, file: str = RESULTS) -> dict:
     """The environment of a run: that of its manifest, or of the newest record where there is none."""
-    manifest = run / "manifest.json"
-    if manifest.exists():
-        return json.loads(manifest.read_text(encoding="utf-8"))["environment"]
+    if manifest := _manifest(run):
+        return manifest["environment"]
     return read_records(run / (RESULTS if has_records(run / RESULTS) else file))[-1]["environment"]
+
+
+def _runs_named(name: str, folders: Iterable[Path]) -> list[Path]:
+    return [run for folder in folders for kind in (name, f"{name}-*") for run in folder.glob(f"*/{kind}/")]
+
+
+def _manifest(run: Path) -> dict:
+    """A run's manifest; empty where the records alone were kept."""
+    file = run / "manifest.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def committed_records(notebook: str = "06_kernel_benchmarks", file: str = RESULTS) -> list[dict]:

@@ -358,7 +358,7 @@ def test_an_unknown_package_is_refused(package):
 
 @pytest.mark.evidence
 def test_a_curve_in_every_segment_reads_hardly_faster():
-    chunks = ratio_table(committed_records(), "layouts").query("b == 'hilbert per segment'")
+    chunks = ratio_table(committed_records("06b_orders_and_counters"), "layouts").query("b == 'hilbert per segment'")
     assert len(chunks) >= 20
     assert chunks.ratio.max() < 1.05
 

@@ -79,7 +79,8 @@ WRONG = {
     | {"segment_lengths": [0, 8], "dilation_rates": [1], "ordering_length": 0, "pool_lengths": [0], "seconds": 0.0}
     | {"sustained": ["spda"]},
     "06_kernel_benchmarks": {"lengths": [], "heads": 1, "head_dims": [0], "segment_lengths": [0], "dilation_rates": []}
-    | {"opponents": ["falsh"], "layout_length": 0, "layout_dilations": [1, 1], "layout_row_bytes": [48]},
+    | {"opponents": ["falsh"]},
+    "06b_orders_and_counters": {"heads": 0, "layout_length": 0, "layout_dilations": [1, 1], "layout_row_bytes": [48]},
     "07_ring_attention": {"tokens": 0, "ranks": 0, "heads": 0, "head_dim": 0, "first_segment": 0, "timed_ranks": [0]}
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0}
     | {"grids": []},

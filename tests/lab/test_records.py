@@ -12,8 +12,11 @@ from fake_machine import FakeMachine
 
 from hilbert_lib.lab import records
 from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.suite.points import read_notebook
 from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.lab.timing import compare_paired, measure
+
+NOTEBOOKS = records.REPORTS.parent / "notebooks"
 
 
 @pytest.fixture
@@ -160,6 +163,33 @@ def test_the_newest_run_speaks_whatever_its_gpu_and_one_without_where_its_folder
     for day, machine in ((1, "h200"), (2, "h100"), (3, "local")):
         made(tmp_path / machine / "b" / "05_x-1", day)
     assert records.newest_run("05_x") == tmp_path / "h100/b/05_x-1"
+
+
+def test_a_notebook_that_was_cells_of_another_is_found_under_the_older_name(tmp_path, monkeypatch):
+    """So long as these cells were there: later runs under the older name hold none of its records."""
+    monkeypatch.setattr(records, "CAME_FROM", {"05b_y": ("05_x", "rates")})
+    for name, day, parameters in (("05_x-1", 1, ["lengths", "rates"]), ("05_x-2", 3, ["lengths"])):
+        run = made(tmp_path / "h200" / "a" / name, day)
+        facts = {"utc": f"2026-11-{day:02d}", "gpus": [{}]}
+        manifest = {"parameters": dict.fromkeys(parameters, 1), "environment": facts}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+    made(tmp_path / "h200" / "a" / "05_x-3", 4)  # who kept the records alone kept no word of the cells
+    machines = [tmp_path / "h200"]
+    assert records.newest_run("05b_y", machines=machines) == tmp_path / "h200/a/05_x-1"
+    assert records.newest_run("05_x", machines=machines) == tmp_path / "h200/a/05_x-3"
+    own = made(tmp_path / "h200" / "b" / "05b_y-1", 2)
+    assert records.newest_run("05b_y", machines=iter(machines)) == own
+    assert len(records.committed_runs("05b_y", machines=iter(machines))) == 2
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("name", records.CAME_FROM)
+def test_records_under_the_older_name_are_those_of_cells_that_moved(name):
+    older_name, parameter = records.CAME_FROM[name]
+    parameters = {each: read_notebook(NOTEBOOKS / f"{each}.ipynb").parameters for each in (name, older_name)}
+    assert parameter in parameters[name]
+    assert parameter not in parameters[older_name]
+    assert any(run.name.startswith(f"{older_name}-") for run in records.committed_runs(name))
 
 
 @pytest.fixture

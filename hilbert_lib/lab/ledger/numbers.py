@@ -40,7 +40,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
 TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")
-CHOICE, KERNELS = "05_backend_selection", "06_kernel_benchmarks"
+CHOICE, KERNELS, ORDERS = "05_backend_selection", "06_kernel_benchmarks", "06b_orders_and_counters"
 RING, GRIDS = "07_ring_attention", "08_where_a_curve_pays"
 DENSE = "cuDNN, dense"  # a sweep of 08, and a kernel of it
 FASTER = 1.01  # an order counts as faster from one per cent on
@@ -59,7 +59,8 @@ def numbers() -> dict[str, str]:
     # Not every run goes to the longest both ways.
     both = {run: _longest(read_records(run / RESULTS), both=True) for run in committed_runs(RING)}
     runs["07_both"] = max(both, key=lambda run: (both[run]["ring_both_tokens"], run_environment(run)["utc"]))
-    slots |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **both[runs["07_both"]]}
+    slots |= {**_orders(committed_records(ORDERS)), **_speeds(fused), **_long(fused)}
+    slots |= {**_ring(ring), **both[runs["07_both"]]}
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     slots |= {**_saved(), **_claims(), **_causes()}
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}

@@ -1,4 +1,7 @@
-"""The sweeps of notebook 06: which pairs of calls answer how fast the kernels are, and what a layout changes."""
+"""The sweeps of notebooks 06 and 06b.
+
+Pairs of calls that answer how fast the kernels are, and what a layout changes.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.pairs import Side
+from hilbert_lib.lab.pairs import Side, relative_difference
 from hilbert_lib.lab.workload import Workload, fused_backend
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -46,6 +49,23 @@ def _refusal(name: str, work: Workload, *, gradient: bool) -> str:
         q, _ = work.stand_ins(gradient=gradient)
         return BASELINES[name].refusal(q, work.call)
     return work.refusal(name, gradient=gradient)
+
+
+def ceilings(device: torch.device) -> Iterator[tuple[Side]]:
+    """What a device can do at best: a copy, and a product of two matrices."""
+    size, n = (2**31, 8192) if device.type == "cuda" else (2**20, 64)
+    source = torch.randint(256, (size // 2,), device=device, dtype=torch.uint8)
+    target, (a, b) = torch.empty_like(source), torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
+
+    def copy_error(_: object) -> float:  # of what it left: back to back it stands beside the product, another function
+        return (source != target).double().mean().item()
+
+    def product_error(results: Sequence[Tensor]) -> float:
+        return relative_difference([results[0][:8]], [a[:8].double() @ b.double()])
+
+    copy = {"sweep": "ceilings", "bytes": size}  # read and written
+    yield (Side("copy", copy, lambda: (target.copy_(source),)[1:], copy_error, useful_bytes=size),)
+    yield (Side("matrix product", {"sweep": "ceilings", "n": n}, lambda: (a @ b,), product_error, 2 * n**3),)
 
 
 def single_branches(

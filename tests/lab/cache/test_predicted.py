@@ -159,7 +159,7 @@ def test_a_second_sector_misses_where_one_quarter_asks_for_both(layout, rate, l2
 
 @pytest.mark.evidence
 def test_counts_are_near_the_predicted_ones_but_where_the_notebook_says():
-    table = benchmarks.counter_table(committed_records("06_kernel_benchmarks"))
+    table = benchmarks.counter_table(committed_records("06b_orders_and_counters"))
     off = table[(table.predicted_l1_sectors / table.l1_sectors - 1).abs() > 0.1]
     works = off.groupby(["kernel", "length", "dilation", "row_bytes"])[["predicted_l1_sectors", "l1_sectors"]].sum()
     shares = works.predicted_l1_sectors / works.l1_sectors

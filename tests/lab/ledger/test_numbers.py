@@ -68,15 +68,15 @@ def test_speeds_are_those_of_the_records_samples():
 
 
 def test_what_an_order_gains_is_that_of_the_record():
-    whole = pairs("06_kernel_benchmarks", "layouts", "linear", "hilbert")
+    whole = pairs("06b_orders_and_counters", "layouts", "linear", "hilbert")
     whole = [each["ratio"] for each in whole if each["b"]["parameters"]["row_bytes"] % 128 == 0]
-    sizes = pairs("06_kernel_benchmarks", "claims", "linear", "hilbert", pair="two layouts")
+    sizes = pairs("06b_orders_and_counters", "claims", "linear", "hilbert", pair="two layouts")
     every = [*whole, *(each["ratio"] for each in sizes)]
     assert numbers()["rows_works"] == str(len(every))
     assert numbers()["rows_hilbert_low"] == f"{min(every):.2f}"
     assert numbers()["rows_hilbert_high"] == f"{max(every):.2f}"
     gains = {}
-    for each in pairs("06_kernel_benchmarks", "decoding", "linear", ""):
+    for each in pairs("06b_orders_and_counters", "decoding", "linear", ""):
         at, name = each["b"]["parameters"], each["b"]["name"]
         gains.setdefault((at["length"], at["queries"], at["row_bytes"], at["dilation"]), {})[name] = each["ratio"]
     over = {at: {name: ratio / of["no table"] for name, ratio in of.items()} for at, of in gains.items()}

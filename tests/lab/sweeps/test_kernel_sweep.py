@@ -1,4 +1,4 @@
-"""The sweeps behind notebook 06: what is compared, and that both sides compute one function."""
+"""The sweeps behind notebooks 06 and 06b: what is compared, and that both sides compute one function."""
 
 import pytest
 import torch
@@ -52,6 +52,16 @@ def test_every_layout_gives_the_same_bits(queries):
     assert table[["queries", "dilation", "row_bytes"]].drop_duplicates().to_numpy().tolist() == [[queries, 3, 16]]
 
 
+def test_a_copy_and_a_product_are_held_against_what_they_should_leave():
+    sides = [side for (side,) in sweeps.ceilings(CPU)]
+    errors = {side.name: side.error(side.run()) for side in sides}
+    assert errors["copy"] == 0
+    assert 0 < errors["matrix product"] < 0.01
+    copy, product = sides
+    assert copy.error(()) == 0
+    assert product.error((2 * product.run()[0],)) > 0.5
+
+
 @pytest.mark.evidence
 def test_kernels_took_their_results_delta_and_a_sum_of_dq_and_no_more():
     """In the newest record: out and lse, or the gradients and delta; dq in float32 unless determinism is asked for.
@@ -76,7 +86,7 @@ def test_kernels_took_their_results_delta_and_a_sum_of_dq_and_no_more():
 @pytest.mark.evidence
 def test_an_order_costs_little_more_than_linear_by_a_table(sweep, most, at_random):
     """In the newest record, by the interval's nearer end; more at random, which is no order to choose."""
-    pairs = ratio_table(committed.committed_records(), sweep)
+    pairs = ratio_table(committed.committed_records("06b_orders_and_counters"), sweep)
     ordered = pairs[~pairs.b.isin([sweeps.NO_TABLE, "random"])]
     assert len(ordered) > 50
     assert (1 / ordered.high).max() <= most

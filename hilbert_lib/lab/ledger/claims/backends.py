@@ -126,7 +126,7 @@ CLAIMS = (
             "one function on two layouts above 8K tokens, rows of head_dim 64 and more in bf16; faster by a per cent"
         ),
         quantity="time linear / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.layout_ratios(
             records, where="work == 'whole sequence' and length > 8192 and row_bytes >= 128"
         ),

@@ -2,7 +2,6 @@
 
 from hilbert_lib.lab.ledger import kernels, models, ring
 from hilbert_lib.lab.ledger.claim import Band, Claim, When
-from hilbert_lib.lab.ledger.claims import only
 
 CLAIMS = (
     Claim(
@@ -49,7 +48,7 @@ CLAIMS = (
             "H200, counted with empty caches in a forward and in decoding at dilation 1 to 64; at least 25"
         ),
         quantity="points of hit rate gained",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.gained_and_counted(records, dilation=4),
         claimed=(Band(least=25),),
         leaves_out={
@@ -60,7 +59,6 @@ CLAIMS = (
             "the cases that hold are modelled: a cache whose size lies between what the two orders touch, as a hit "
             "rate leaps where all that is touched fits; no counted case holds"
         ),
-        only=only.COUNTERS,
     ),
     Claim(
         "C4",
@@ -71,7 +69,7 @@ CLAIMS = (
             "forward and in decoding with one query, as counted; against linear storage; at least 20 %"
         ),
         quantity="share of fetches or bytes saved",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.saved_and_counted(records, column="dram_read_bytes", unit="fetch"),
         claimed=(Band(least=0.2),),
         leaves_out={
@@ -79,7 +77,6 @@ CLAIMS = (
         },
         verdict="does not hold (16 of 118 cases)",
         note="residue-major storage saves more; in time it shows as K6 says",
-        only=only.COUNTERS,
     ),
     Claim(
         "C5",
@@ -90,7 +87,7 @@ CLAIMS = (
             "and sectors from L2 to L1 in one forward and in decoding with one query, as counted"
         ),
         quantity="share of requests saved",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.saved_and_counted(
             records, column="l1_sectors", unit="sector", counts="requested", key_order="position"
         ),
@@ -103,7 +100,6 @@ CLAIMS = (
             "the cases that hold are modelled, with rows of 16 B (head_dim 8 in bf16) stored heads first at dilation "
             "2 and more; without dilation such rows request more; as counted no case holds"
         ),
-        only=only.COUNTERS,
     ),
     Claim(
         "C6",

@@ -1,7 +1,6 @@
 """Parameters under which a notebook measures one of its sweeps alone."""
 
-LAYOUTS = {"lengths": [8192], "head_dims": [64], "opponents": ["cudnn"], "counters": False}
-COUNTERS = {"lengths": [8192], "head_dims": [64], "opponents": ["cudnn"]}
+LAYOUTS = {"counters": False}
 CHOICES = {"ordering_length": 65536, "pool_lengths": []}
 TABLES = {"lengths": [4096], "head_dims": [64], "ordering_length": 65536, "pool_lengths": []}
 GRAPHS = TABLES

@@ -28,7 +28,7 @@ CLAIMS = (
             "one function, k and v stored linear and along a Hilbert curve, rows of head_dim 64 and more in bf16"
         ),
         quantity="time linear / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.layout_ratios(
             records, where="work == 'whole sequence' and row_bytes in [128, 256] and dilation <= 16"
         ),
@@ -45,7 +45,7 @@ CLAIMS = (
             "the documents' two kernels, which compute two functions, and one function on two layouts, at this size"
         ),
         quantity="time standard / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.ratios(
             records,
             sweep="claims",
@@ -62,7 +62,7 @@ CLAIMS = (
         source="000",
         question="as K3, at these sizes; a per cent to either side is granted",
         quantity="time standard / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.ratios(
             records,
             sweep="claims",
@@ -82,7 +82,7 @@ CLAIMS = (
             "at the shortest, by row size"
         ),
         quantity="growth of time linear / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=kernels.growth,
         claimed=(Band(least=1.01),),
         when=When(
@@ -99,7 +99,7 @@ CLAIMS = (
         source="002",
         question="one function on two layouts at dilation 16 and 64, whole sequences and decoding",
         quantity="time linear / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.layout_ratios(records, where="dilation >= 16"),
         claimed=(Band(least=1.15),),
         verdict="does not hold (1 of 25 cases)",
@@ -111,7 +111,7 @@ CLAIMS = (
         source="003",
         question="one function on two layouts at dilation 4, all row sizes; the segment has 8K tokens",
         quantity="time linear / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.layout_ratios(records, where="dilation == 4"),
         claimed=(Band(least=1.1),),
         verdict="does not hold",
@@ -126,7 +126,7 @@ CLAIMS = (
             "and 8192 tokens and more stand for 8192"
         ),
         quantity="time linear / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.layout_ratios(records, where="work == 'whole sequence' and row_bytes == 128"),
         claimed=(
             Band(least=0.96, most=1.02, where="length == 1024"),
@@ -153,7 +153,7 @@ CLAIMS = (
             "tokens, and the printed loss, 0.97 within 0.03, from 32768 tokens on"
         ),
         quantity="time linear / time Hilbert",
-        record="06_kernel_benchmarks",
+        record="06b_orders_and_counters",
         measure=lambda records: kernels.layout_ratios(
             records, where="work == 'whole sequence' and length >= 4096 and row_bytes >= 128"
         ),
