@@ -2,7 +2,8 @@
 
     out = dilated_attention(q, k, v, DilatedPattern((512, 4096), (1, 8)), is_causal=True)
 
-q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first used.
+q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first used; `from hilbert_lib import *` loads all
+but those of [suite].
 
 attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union
@@ -61,7 +62,7 @@ def _version() -> str:
         return "0+unknown"
 
 
-if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, with which help() prints every docstring
+if TYPE_CHECKING:  # what type checkers read: `as` exports a name
     from hilbert_lib.attention.api import attend as attend
     from hilbert_lib.attention.api import dilated_attention as dilated_attention
     from hilbert_lib.attention.api import neighbourhood_attention as neighbourhood_attention

@@ -339,8 +339,17 @@ def test_type_checkers_read_the_names_that_are_there():
     assert hilbert_lib.__version__
 
 
-def test_help_is_one_screen_that_begins_with_what_one_calls():
-    lines = printed_by("import hilbert_lib; help(hilbert_lib)").splitlines()
+@pytest.mark.parametrize(("package", "names"), [("hilbert_lib", HOME), ("hilbert_lib.ring", FOLDERS["ring"].split())])
+def test_a_star_imports_the_public_names_but_for_those_of_the_suite(package, names):
+    script = f"from {package} import *\nprint(*[name for name in globals() if name[0] != '_'])\n"
+    imported, modules = printed_by(script + "import sys; print(*sys.modules)").splitlines()
+    assert set(imported.split()) == {name for name in names if not HOME[name].startswith("hilbert_lib.lab")}
+    assert not set(SUITE) & set(modules.split())
+
+
+@pytest.mark.parametrize("before", ["", "from hilbert_lib import *; "])
+def test_help_is_one_screen_that_begins_with_what_one_calls(before):
+    lines = printed_by(f"{before}import hilbert_lib; help(hilbert_lib)").splitlines()
     assert len(lines) <= 60
     assert any("dilated_attention(q, k, v" in line for line in lines[:8])
 

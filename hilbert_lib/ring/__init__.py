@@ -20,5 +20,4 @@ PUBLIC = {
     "hilbert_lib.ring.plan.plan": ("plan_ring",),
     "hilbert_lib.ring.plan.shards": ("Rectangles", "Runs"),
 }
-__all__ = [name for names in PUBLIC.values() for name in names]
 __getattr__, __dir__ = lazily(__name__, PUBLIC)
