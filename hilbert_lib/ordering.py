@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isqrt, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,12 @@ _ARGUMENTS = {
 }
 
 
+class CheckedPermutation(NamedTuple):
+    """Values that are known to be a permutation; `Ordering.from_permutation` looks."""
+
+    perm: Tensor  # (length,) int64
+
+
 @dataclass(frozen=True)
 class Ordering:
     """A layout of `length` tokens: slot s of storage holds position `perm[s]`, and `inverse[perm[s]] == s`.
@@ -45,7 +52,7 @@ class Ordering:
         chunk: positions after which a curve or a residue layout restarts, or None.
         rate: the dilation rate of a residue ordering, at least 1, else None.
         seed: of a random ordering, 0 to 2^63 - 1; of a permutation a number made of its values; else None.
-        table: of a permutation, `perm`, else None.
+        table: of a permutation its values, which `from_permutation` alone makes, else None.
         device: where `perm` and `inverse` live; orderings that differ in it alone are equal.
 
     Raises:
@@ -65,17 +72,18 @@ class Ordering:
     rate: int | None = None
     seed: int | None = None
     device: torch.device = field(default=torch.device("cpu"), compare=False)
-    table: Tensor | None = field(default=None, compare=False, repr=False)
+    table: CheckedPermutation | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         own = _ARGUMENTS[checks.one_of("kind", self.kind, _ARGUMENTS)]
         for name in ("grid", "chunk", "rate", "seed", "table"):
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
-        if "table" in own and self.table is None:
-            raise ValueError("table must be a permutation for kind 'permutation': use Ordering.from_permutation")
-        if self.table is not None and not (isinstance(self.table, Tensor) and self.table.shape == (self.length,)):
-            raise ValueError(f"table must be a tensor of length {self.length}: use Ordering.from_permutation")
+        if "table" in own and not isinstance(self.table, CheckedPermutation):
+            raise ValueError(
+                "table must be values that were looked at, for kind 'permutation': use Ordering.from_permutation; "
+                f"got {type(self.table).__name__}"
+            )
         length = integer("length", self.length, least=1, most=checks.LARGEST_SIZE)
         checked = {"length": length, "device": checks.device(self.device)}
         if self.chunk is not None:
@@ -159,7 +167,8 @@ class Ordering:
         if not table.sort().values.equal(torch.arange(len(table), device="cpu")):
             raise ValueError(f"perm must hold each of 0 to {len(table) - 1} once, got {_some(table)}")
         digest = hashlib.blake2b(table.numpy().tobytes(), digest_size=8).digest()
-        return cls("permutation", len(table), seed=int.from_bytes(digest, "big") >> 1, table=table)
+        seed = int.from_bytes(digest, "big") >> 1
+        return cls("permutation", len(table), seed=seed, table=CheckedPermutation(table))
 
     @property
     def perm(self) -> Tensor:
@@ -227,7 +236,7 @@ class Ordering:
 
     def __repr__(self) -> str:
         if self.kind == "permutation":
-            return f"Ordering.from_permutation({_some(self.table)})"
+            return f"Ordering.from_permutation({_some(self.table.perm)})"
         is_curve = self.kind in KINDS
         arguments = [repr(self.kind)] if is_curve else []
         arguments += [str(number) for number in (self.length, self.rate, self.seed) if number is not None]
@@ -299,7 +308,7 @@ def ordering_tables(ordering: Ordering, device: torch.device) -> Tables:
 def _chunk_perm(ordering: Ordering, length: int, device: torch.device) -> Tensor:
     """The layout of one chunk: (length,) int64."""
     if ordering.kind == "permutation":
-        return ordering.table.to(device)
+        return ordering.table.perm.to(device)
     if ordering.kind == "linear":
         return torch.arange(length, device=device)
     if ordering.kind == "residue":

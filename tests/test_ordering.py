@@ -327,9 +327,12 @@ def test_a_permutation_serves_fake_tensors_and_real_ones_after_them():
     assert order.perm.equal(perm)
 
 
-@pytest.mark.parametrize("table", [torch.arange(3), [0, 1, 2, 3]])
-def test_a_table_of_another_length_is_refused(table):
-    with pytest.raises(ValueError, match=r"table must be a tensor of length 4: use Ordering\.from_permutation"):
+@pytest.mark.parametrize("table", [None, torch.arange(4), torch.zeros(4, dtype=torch.int64), [0, 1, 2, 3]])
+def test_a_permutation_that_nobody_looked_at_is_refused(table):
+    """It may hold a position twice, and its seed may be another permutation's, whose tables it would share."""
+    with pytest.raises(
+        ValueError, match=r"table must be values that were looked at, .* use Ordering\.from_permutation"
+    ):
         Ordering("permutation", 4, seed=0, table=table)
 
 

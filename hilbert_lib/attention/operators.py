@@ -27,7 +27,7 @@ from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import register
 from hilbert_lib.attention.request import GridPart, Request, Tensors, tensors_of
 from hilbert_lib.internals import is_watched, made_outside_modes
-from hilbert_lib.ordering import KINDS, Ordering
+from hilbert_lib.ordering import KINDS, CheckedPermutation, Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import KINDS as PATTERNS
@@ -96,9 +96,11 @@ def _arguments(request: Request) -> tuple:
 
 def _permutation(ordering: Ordering | None) -> Tensor | None:
     # The values of an ordering of one's own, as the mode that runs takes them.
-    if ordering is None or ordering.table is None or torch.compiler.is_compiling():
-        return None if ordering is None else ordering.table
-    return made_outside_modes(lambda: (ordering.table,))[0]
+    if ordering is None or ordering.table is None:
+        return None
+    if torch.compiler.is_compiling():
+        return ordering.table.perm
+    return made_outside_modes(lambda: (ordering.table.perm,))[0]
 
 
 def _request(words: str, numbers: list[int], *rest) -> Request:
@@ -129,7 +131,7 @@ def _ordering(numbers: tuple[int, ...]) -> Ordering | None:
 
 def _own_ordering(numbers: tuple[int, ...], permutation: Tensor) -> Ordering:
     _, length, _, _, seed = numbers
-    return Ordering("permutation", length, seed=seed, table=permutation)
+    return Ordering("permutation", length, seed=seed, table=CheckedPermutation(permutation))
 
 
 def _numbers_of_part(part: GridPart | None) -> list[int]:

@@ -166,7 +166,7 @@ def test_no_tensor_of_a_known_call_is_held():
         tensors = drawn(0)
         out = attend(*tensors, pattern, **options)
         alive += [weakref.ref(x) for x in (*tensors, out, *options.values()) if isinstance(x, torch.Tensor)]
-    alive.append(weakref.ref(order.table))
+    alive.append(weakref.ref(order.table.perm))
     del tensors, out, options, order
     gc.collect()
     assert not [each for each in alive[:-1] if each() is not None]
