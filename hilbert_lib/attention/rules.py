@@ -37,7 +37,7 @@ CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs
 
 # On grids.
 _GRIDS = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
-GRID_BY_ROW = Rule(("hopper", "triton", "flex", "eager"), f"boxes on an H100 (notebook 08); others {_GRIDS}")
+GRID_BY_ROW = Rule(("hopper", "triton", "flex", "eager"), f"boxes on an H100 (notebook 08b); others {_GRIDS}")
 GRID_ON_GPU = Rule(("triton", "flex", "eager"), _GRIDS)
 GRID_COMPACT = Rule(("flex", "triton", "eager"), _GRIDS)
 GRID_ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")

@@ -28,7 +28,10 @@ FAILED = ".failed"  # ends the name of the folder of an attempt that did not fin
 REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a checkout
 MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
 # Notebooks that were cells of another one. A run of that notebook with this parameter of theirs holds their records.
-CAME_FROM = {"06b_orders_and_counters": ("06_kernel_benchmarks", "layout_length")}
+CAME_FROM = {
+    "06b_orders_and_counters": ("06_kernel_benchmarks", "layout_length"),
+    "08b_kernels_on_grids": ("08_where_a_curve_pays", "works"),
+}
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
 HOPPER_FOLDERS = ("nvidia-h100-", "nvidia-h200-")  # begin the names of folders of runs on one card, or on several
 TIMED = ("measurement", "comparison", "back to back")  # kinds of records that hold times of sides

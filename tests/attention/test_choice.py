@@ -121,7 +121,7 @@ def test_the_rules_for_hopper_lose_little_in_the_committed_choices(absent):
 @pytest.mark.parametrize(("rule", "order"), [(rules.GRID_BY_ROW, "raster"), (rules.GRID_COMPACT, "hilbert")])
 def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rule, order):
     names = {"boxes": "hopper", "rectangles": "triton", "blocks": "flex"}
-    for run in committed_runs("08_where_a_curve_pays"):
+    for run in committed_runs("08b_kernels_on_grids"):
         sides = side_table(read_records(run / RESULTS), SWEEP)
         sides = sides[(sides.order == order) & sides.kernel.isin(names) & ~sides.name.str.endswith("reordered")]
         works = list(sides.groupby(["direction", "side", "window", "head_dim"]))

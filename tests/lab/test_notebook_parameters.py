@@ -48,8 +48,11 @@ CASES = {
     ),
     "a small picture, an even window": (
         "08_where_a_curve_pays",
-        {"map_side": 20, "map_window": 6, "block_sizes": [7], "works": ["6x10 5x3 1x8"], "repetitions": 3}
-        | {"seconds": 0.05},
+        {"map_side": 20, "map_window": 6, "block_sizes": [7]},
+    ),
+    "a narrow grid, two kinds of axes": (
+        "08b_kernels_on_grids",
+        {"works": ["6x10 5x3 1x8"], "repetitions": 3, "seconds": 0.05},
     ),
 }
 
@@ -84,8 +87,9 @@ WRONG = {
     "07_ring_attention": {"tokens": 0, "ranks": 0, "heads": 0, "head_dim": 0, "first_segment": 0, "timed_ranks": [0]}
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0}
     | {"grids": []},
-    "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "works": ["8x8 9x9 2x16"], "block_sizes": [-1]}
-    | {"dtype": "half", "repetitions": 0, "seconds": 0.0, "sustained": ["8x8 3x3 2x16"]},
+    "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "block_sizes": [-1]},
+    "08b_kernels_on_grids": {"works": ["8x8 9x9 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0}
+    | {"sustained": ["8x8 3x3 2x16"]},
 }
 
 

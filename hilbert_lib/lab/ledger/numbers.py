@@ -41,8 +41,8 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
 TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")
 CHOICE, KERNELS, ORDERS = "05_backend_selection", "06_kernel_benchmarks", "06b_orders_and_counters"
-RING, GRIDS = "07_ring_attention", "08_where_a_curve_pays"
-DENSE = "cuDNN, dense"  # a sweep of 08, and a kernel of it
+RING, GRIDS = "07_ring_attention", "08b_kernels_on_grids"
+DENSE = "cuDNN, dense"  # a sweep of 08b, and a kernel of it
 FASTER = 1.01  # an order counts as faster from one per cent on
 WHOLE_LINES = "row_bytes % 128 == 0 and work == 'whole sequence'"
 MODEL_HEADS, MODEL_HEAD_DIM = 8, 64  # the least that counts as a model's

@@ -1,4 +1,4 @@
-"""Neighbourhood attention by several kernels, with the tokens in every order, checked and timed: notebook 08."""
+"""Neighbourhood attention by several kernels, with the tokens in every order, checked and timed: notebook 08b."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -87,7 +87,7 @@ def test_what_an_order_gains_is_that_of_the_record():
 
 
 def test_grids_and_what_reordering_costs_are_those_of_the_record():
-    record = "08_where_a_curve_pays", "neighbourhood"
+    record = "08b_kernels_on_grids", "neighbourhood"
     hilbert = pairs(*record, "raster", "hilbert", direction="forward")
     ratios = [each["ratio"] for each in hilbert]
     assert numbers()["grid_works"] == str(len(hilbert))
@@ -106,7 +106,7 @@ def test_grids_and_what_reordering_costs_are_those_of_the_record():
 
 
 def test_the_narrowest_window_that_was_timed_is_wider_than_those_where_raster_is_ahead():
-    hilbert = pairs("08_where_a_curve_pays", "neighbourhood", "raster", "hilbert", direction="forward")
+    hilbert = pairs("08b_kernels_on_grids", "neighbourhood", "raster", "hilbert", direction="forward")
     windows = [str(each["b"]["parameters"]["window"]) for each in hilbert]
     narrowest = min(int(side) for window in windows for side in window.split(" x ")[-2:])
     assert numbers()["timed_window"] == str(narrowest)
@@ -126,7 +126,7 @@ def test_what_another_program_makes_is_told_of_every_record_of_it():
 def test_what_boxes_gain_is_over_the_fastest_order_of_each_work():
     for direction in ("forward", "backward"):
         works = {}
-        for each in pairs("08_where_a_curve_pays", "neighbourhood", "", "boxes, raster", direction=direction):
+        for each in pairs("08b_kernels_on_grids", "neighbourhood", "", "boxes, raster", direction=direction):
             if "," not in each["a"]["name"]:
                 at = each["b"]["parameters"]
                 work = at["side"], at["window"], at["head_dim"]

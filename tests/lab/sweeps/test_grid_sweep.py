@@ -1,4 +1,4 @@
-"""The sweep of notebook 08 holds every order against float64; its tables and pictures show what was counted."""
+"""The sweep of notebook 08b holds every order against float64; its tables and pictures show what was counted."""
 
 import gc
 import weakref

@@ -7,7 +7,7 @@ CLAIMS = (
     Claim(
         "G1",
         claim="on a full grid a kernel that reads boxes of cells needs no order of storage",
-        source="notebook 08",
+        source="notebook 08b",
         question=(
             "pairs that attend, of those that a kernel computes: boxes of cells in plain rows over blocks of 128 "
             "tokens in the best order, on grids and windows that users run"
@@ -16,18 +16,18 @@ CLAIMS = (
         measure=models.boxes_over_orders,
         claimed=(Band(least=1.01),),
         verdict="holds",
-        note="counted; the times of both stand in notebook 08",
+        note="counted; the times of both stand in notebook 08b",
     ),
     Claim(
         "G2",
         claim="on a full grid a kernel that reads boxes of plain rows is faster than one of blocks in any order",
-        source="notebook 08",
+        source="notebook 08b",
         question=(
             "time of FlexAttention in its best order over that of boxes in plain rows, on grids and windows that "
             "users run, forward and backward"
         ),
         quantity="ratio of times",
-        record="08_where_a_curve_pays",
+        record="08b_kernels_on_grids",
         measure=kernels.boxes_over_blocks,
         claimed=(Band(least=1.01),),
         verdict="holds",
