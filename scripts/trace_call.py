@@ -37,7 +37,8 @@ def crossed(call: Callable[[], object]) -> list[str]:
 
 def main() -> None:
     """Print a line a call: files, functions, and the files by name."""
-    tensors = [torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3)]
+    device = "cuda" if kernel_mode() == "compiled" else "cpu"
+    tensors = [torch.randn(1, 64, 2, 16, device=device, requires_grad=True) for _ in range(3)]
     pattern, near = DilatedPattern((16, 64), (1, 2)), Neighbourhood((8, 8), 3)
     kernels = ["triton"] if kernel_mode() != "absent" else []
     calls = {}
