@@ -1,8 +1,8 @@
-"""Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
+"""Cases of neighbourhood attention, and their check against the oracle."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial, reduce
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -11,7 +11,7 @@ import torch
 from allpairspy import AllPairs
 from cases import assert_close, differentiated
 from hypothesis import strategies as st
-from oracle import weighted
+from oracle import attending, mask_of, seen_along
 from torch import Tensor
 
 from hilbert_lib import Neighbourhood, Ordering, Union, neighbourhood_attention
@@ -108,29 +108,6 @@ def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neig
     return near, replace(near, window=tuple(max(1, side - 1) if side > step else side for side, step in sides))
 
 
-def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str) -> list[set[int]]:
-    """Of each cell of an axis the cells that it sees, one by one."""
-    seen = []
-    for x in range(cells):
-        line = list(range(x % dilation, cells, dilation))
-        i, m = line.index(x), len(line)
-        group = i - i % stride
-        if is_causal:
-            leader = min(group + stride - 1, m - 1)
-            ranks = [j for j in range(leader - window + 1, leader + 1) if 0 <= j <= i]
-        else:
-            begin = min(group + stride // 2, m - 1) - window // 2
-            if edge == "shift":
-                while begin < 0:
-                    begin += 1
-                while begin + window > m:
-                    begin -= 1
-            ranks = range(begin, begin + window)
-            ranks = [j % m for j in ranks] if edge == "wrap" else [j for j in ranks if 0 <= j < m]
-        seen.append({line[j] for j in ranks})
-    return seen
-
-
 @st.composite
 def grids(draw):
     """Random neighbourhoods of up to 300 cells."""
@@ -149,46 +126,6 @@ def grids(draw):
     return Neighbourhood(*map(tuple, zip(*fields, strict=True)))
 
 
-@cache
-def mask_of(near: Neighbourhood) -> Tensor:
-    """Who sees whom: (queries, keys) bool, row by row."""
-    rules = zip(near.shape, near.window, near.dilation, near.stride, near.is_causal, near.edge, strict=True)
-    axes = [torch.tensor([[key in seen for key in range(axis[0])] for seen in seen_along(*axis)]) for axis in rules]
-    return reduce(torch.kron, axes)  # whoever sees along every axis; the last one's cells follow each other
-
-
-def times_seen(near, head: int) -> Tensor:
-    """How many times each query of a KV head sees each key: (queries, keys) float64."""
-    if isinstance(near, Union):
-        return sum(times_seen(own, head) for own in near.patterns)
-    each = near.by_head if isinstance(near, HeadNeighbourhoods) else near
-    return mask_of(each[head] if isinstance(each, tuple) else each).double()
-
-
-def dense(q, k, v, extra_k, extra_v, near, scale, padding=None, extra_padding=None) -> tuple[Tensor, Tensor]:
-    """out and lse by one masked softmax in float64, differentiable; tokens row by row."""
-    batch, seq, heads, _ = q.shape
-    group = heads // k.shape[2]
-    times = torch.stack([times_seen(near, head) for head in range(k.shape[2]) for _ in range(group)])
-    times = torch.nn.functional.pad(times, (0, extra_k.shape[1]), value=1.0)[None].repeat(batch, 1, 1, 1)
-    for at, hidden in ((0, padding), (seq, extra_padding)):
-        if hidden is not None:
-            times[..., at : at + hidden.shape[1]] *= ~hidden[:, None, None]
-    keys, values = (torch.cat(pair, 1).repeat_interleave(group, 2) for pair in ((k, extra_k), (v, extra_v)))
-    return weighted(q, keys, values, times, scale)
-
-
-def exactly(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> tuple[Tensor, Tensor]:
-    """out and lse in float64, differentiable, of tokens row by row, without more."""
-    q, k, v = q.double(), k.double(), v.double()
-    return dense(q, k, v, k[:, :0], v[:, :0], near, q.shape[3] ** -0.5)
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> Tensor:
-    """The output alone."""
-    return exactly(q, k, v, near)[0]
-
-
 @lru_cache(maxsize=32)
 def expected(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int) -> tuple:
     """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
@@ -205,8 +142,9 @@ def expected(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head
     dout = draw(seq, count)
     padding = torch.rand(batch, seq, generator=generator) < 0.4 if "padding" in more else None
     extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if more == "extra and padding" else None
-    options = {"near": near, "scale": SCALE * head_dim**-0.5, "padding": padding, "extra_padding": extra_padding}
-    out, lse, *grads = differentiated(partial(dense, **options), [x.double() for x in (*given, dout)])
+    hidden = {"key_padding_mask": padding, "extra_padding_mask": extra_padding}
+    exact = attending(near, scale=SCALE * head_dim**-0.5, **hidden)
+    out, lse, *grads = differentiated(exact, [x.double() for x in (*given, dout)])
     return near, given, dout, (padding, extra_padding), out, lse, grads
 
 
@@ -349,7 +287,7 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
     hidden = torch.rand(1, near.length, generator=generator) < 0.2
     queries = rows[computed]
     dout[:, [n for n in range(near.length) if n not in set(queries.tolist())]] = 0
-    exact = partial(dense, near=near, scale=scale, padding=hidden)
+    exact = attending(near, scale=scale, key_padding_mask=hidden)
     out, lse, *expected = differentiated(exact, [x.double() for x in (*whole, dout)])
     slots = None
     if gathered:

@@ -1,9 +1,113 @@
-"""The oracle of dilated attention, which shares no code with the library: its definition, query by query."""
+"""The oracle: what attention is, written as its definition, query by query and in float64.
 
-from collections.abc import Iterator
+It shares no code with the library and imports none of it. A pattern is what its fields say:
+
+dilated pattern    segment_lengths, dilation_rates, offsets, mixing, padding
+neighbourhood      shape, window, dilation, stride, is_causal, edge
+windows by head    a tuple of neighbourhoods, or by_head: one for each KV head
+union              patterns
+a test's own       attends(query, key)
+
+`times_seen` says which keys a query sees, and how often. `attention` is one softmax over them.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, reduce
+from itertools import product
 
 import torch
 from torch import Tensor
+
+
+def times_seen(
+    pattern, queries: range, length: int, kv_head: int = 0, kv_heads: int = 1, is_causal: bool = False
+) -> Tensor:
+    """How many times each query sees each key of a sequence, or of a grid row by row: (queries, length) float64.
+
+    is_causal is that of sequences; a neighbourhood has its own.
+    """
+    if hasattr(pattern, "patterns"):
+        return sum(times_seen(part, queries, length, kv_head, kv_heads, is_causal) for part in pattern.patterns)
+    if hasattr(pattern, "segment_lengths"):
+        times = torch.zeros(len(queries), length, dtype=torch.float64)
+        for row, query in zip(times, queries, strict=True):
+            for keys in keys_of(pattern, query, length, kv_head, kv_heads, is_causal):
+                row[keys.start : keys.stop : keys.step] += 1
+        return times
+    by_head = getattr(pattern, "by_head", pattern)
+    if isinstance(by_head, tuple):
+        return times_seen(by_head[kv_head], queries, length)
+    if hasattr(pattern, "window"):
+        return mask_of(pattern)[queries.start : queries.stop].double()
+    query, key = torch.arange(queries.start, queries.stop)[:, None], torch.arange(length)
+    sees = pattern.attends(query, key).expand(len(queries), length)
+    return (sees & (key <= query) if is_causal else sees).double()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    query_start: int = 0,
+    extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None,
+    extra_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (batch, queries, heads, head_dim) and lse (batch, heads, queries), float64, differentiable.
+
+    Every query sees each extra key once. Masks are True where a key is hidden.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    (_, queries, heads, head_dim), (batch, length, kv_heads, _) = q.shape, k.shape
+    rows = range(query_start, query_start + queries)
+    group = heads // kv_heads
+    times = [times_seen(pattern, rows, length, head, kv_heads, is_causal) for head in range(kv_heads)]
+    times = torch.stack(times).to(q.device).expand(batch, -1, -1, -1)
+    if key_padding_mask is not None:
+        times = times * ~key_padding_mask[:, None, None]
+    keys, values, all_times = [k], [v], [times]
+    if extra_k is not None:
+        shown = times.new_ones(batch, extra_k.shape[1])
+        if extra_padding_mask is not None:
+            shown = shown * ~extra_padding_mask
+        keys.append(extra_k.double())
+        values.append(extra_v.double())
+        all_times.append(shown[:, None, None].expand(-1, kv_heads, queries, -1))
+    if getattr(pattern, "padding", "none") == "zeros":
+        heads_and_rows = product(range(kv_heads), rows)
+        zeros = [zero_keys_of(pattern, row, length, head, kv_heads, is_causal) for head, row in heads_and_rows]
+        keys.append(k.new_zeros(batch, 1, kv_heads, head_dim))
+        values.append(keys[-1])
+        all_times.append(times.new_tensor(zeros).view(kv_heads, queries, 1).expand(batch, -1, -1, -1))
+    keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
+    times = torch.cat(all_times, -1).repeat_interleave(group, 1)
+    return softmax_over(q, keys, values, times, head_dim**-0.5 if scale is None else scale)
+
+
+def attending(pattern, **options) -> Callable:
+    """`attention` with this pattern, as a function of q, k, v and, if there are any, extra_k and extra_v."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
+        extra_keys = dict(zip(("extra_k", "extra_v"), extra, strict=True)) if extra else {}
+        return attention(q, k, v, pattern, **extra_keys, **options)
+
+    return attend
+
+
+def softmax_over(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """out and lse of queries that see each key so many times: (batch, heads, queries, keys)."""
+    is_empty = (times == 0).all(-1, keepdim=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + (times + is_empty).log()
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1) * ~is_empty, v)
+    return out, scores.logsumexp(-1).masked_fill(is_empty[..., 0], -torch.inf)
+
+
+# Dilated patterns along a sequence.
 
 
 def offset_of(rule: str, branch: int, rate: int, kv_head: int, kv_heads: int) -> int:
@@ -48,44 +152,35 @@ def zero_keys_of(pattern, query: int, length: int, kv_head: int, kv_heads: int, 
     return found
 
 
-def times_seen(pattern, queries: range, length: int, kv_head: int, kv_heads: int, is_causal: bool) -> Tensor:
-    """How many times each query sees each key and, in a last column, keys of zeros: (queries, length + 1) float64."""
-    times = torch.zeros(len(queries), length + 1, dtype=torch.float64)
-    for row, query in zip(times, queries, strict=True):
-        for keys in keys_of(pattern, query, length, kv_head, kv_heads, is_causal):
-            row[keys.start : keys.stop : keys.step] += 1
-        if pattern.padding == "zeros":
-            row[length] = zero_keys_of(pattern, query, length, kv_head, kv_heads, is_causal)
-    return times
+# Neighbourhoods on a grid.
 
 
-def weighted(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """out and lse of queries that see each key so many times: (batch, heads, queries, keys)."""
-    is_empty = (times == 0).all(-1, keepdim=True)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + (times + is_empty).log()
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1) * ~is_empty, v)
-    return out, scores.logsumexp(-1).masked_fill(is_empty[..., 0], -torch.inf)
+def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str) -> list[set[int]]:
+    """Of each cell of an axis the cells that it sees, one by one."""
+    seen = []
+    for x in range(cells):
+        line = list(range(x % dilation, cells, dilation))
+        i, m = line.index(x), len(line)
+        group = i - i % stride
+        if is_causal:
+            leader = min(group + stride - 1, m - 1)
+            ranks = [j for j in range(leader - window + 1, leader + 1) if 0 <= j <= i]
+        else:
+            begin = min(group + stride // 2, m - 1) - window // 2
+            if edge == "shift":
+                while begin < 0:
+                    begin += 1
+                while begin + window > m:
+                    begin -= 1
+            ranks = range(begin, begin + window)
+            ranks = [j % m for j in ranks] if edge == "wrap" else [j for j in ranks if 0 <= j < m]
+        seen.append({line[j] for j in ranks})
+    return seen
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    key_padding_mask: Tensor | None = None,
-    query_start: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """out (batch, queries, heads, head_dim) and lse (batch, heads, queries), float64, differentiable."""
-    q, k, v = q.double(), k.double(), v.double()
-    (_, queries, heads, head_dim), (batch, length, kv_heads, _) = q.shape, k.shape
-    rows = range(query_start, query_start + queries)
-    each = [times_seen(pattern, rows, length, g, kv_heads, is_causal) for g in range(kv_heads)]
-    times = torch.stack(each).repeat_interleave(heads // kv_heads, 0).repeat(batch, 1, 1, 1).to(q.device)
-    if key_padding_mask is not None:
-        times[..., :length] *= ~key_padding_mask[:, None, None]
-    zero = k.new_zeros(batch, 1, kv_heads, head_dim)
-    k, v = (torch.cat([x, zero], 1).repeat_interleave(heads // kv_heads, 2) for x in (k, v))
-    return weighted(q, k, v, times, head_dim**-0.5 if scale is None else scale)
+@cache
+def mask_of(near) -> Tensor:
+    """Who sees whom in a neighbourhood: (queries, keys) bool, row by row."""
+    rules = zip(near.shape, near.window, near.dilation, near.stride, near.is_causal, near.edge, strict=True)
+    axes = [torch.tensor([[key in seen for key in range(axis[0])] for seen in seen_along(*axis)]) for axis in rules]
+    return reduce(torch.kron, axes)  # whoever sees along every axis; the last one's cells follow each other

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cases import assert_close, differentiated, drawn, norms, refusals
-from grid_cases import exactly, mask_of
+from oracle import attending, mask_of
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -141,7 +141,7 @@ def test_bytes_exchanged_are_of_the_rows_that_windows_reach_on_other_ranks():
 
 def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
     q, k, v, dout = given = tensors(near, 4)
-    out, _, dq, dk, dv = differentiated(partial(exactly, near=near), given)
+    out, _, dq, dk, dv = differentiated(attending(near), given)
     close = {"atol": 1e-12, "rtol": 0}
     rows = torch.tensor([near.length - 1, 0, near.length // 2])
     found = exact_rows(q, k, v, dout, near, head=1, queries=rows)
@@ -213,7 +213,7 @@ def test_on_the_gpu_output_and_gradients_equal_the_oracle(order, block_size):
     own = ordering(near, order).to("cuda")
     given = drawn(near.length, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
     found = differentiated(partial(attend, near=near, own=own, block_size=block_size), [own.apply(x, 1) for x in given])
-    expected = differentiated(partial(exactly, near=near), [x.double().cpu() for x in given])
+    expected = differentiated(attending(near), [x.double().cpu() for x in given])
     found, expected = (each[:1] + each[2:] for each in (found, expected))
     assert max(norms([own.undo(x, dim=1).cpu() for x in found], expected)) < 0.01
 
@@ -225,7 +225,7 @@ def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch)
     with torch.inference_mode():
         attend(*given[:3], near, own, 128)
     got = differentiated(partial(attend, near=near, own=own, block_size=128), given)
-    assert_close(got, differentiated(partial(exactly, near=near), given), 1e-12)
+    assert_close(got, differentiated(attending(near), given), 1e-12)
 
 
 def test_nothing_depends_on_the_default_device():

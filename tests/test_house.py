@@ -486,3 +486,10 @@ def test_a_checkout_holds_the_same_bytes_where_git_writes_other_line_ends(tmp_pa
     for name in names:
         content = (tmp_path / name).read_bytes()
         assert b"\r\n" not in content, name
+
+
+def test_the_oracle_imports_nothing_of_the_library():
+    tree = ast.parse(Path(__file__).with_name("oracle.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert {module.partition(".")[0] for module in modules} == {"collections", "functools", "itertools", "torch"}

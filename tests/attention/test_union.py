@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from oracle import attending, times_seen
 from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import (
@@ -71,31 +72,9 @@ def drawn(dtype=torch.float64, extra=0, head_dim=8):
     return [torch.randn(2, n, h, head_dim, generator=generator, dtype=dtype).requires_grad_() for n, h in sizes]
 
 
-def counts_of(pattern, is_causal=False):
-    """How often each query finds each key: (kv_heads, queries, keys)."""
-    at = torch.arange(CELLS)
-    rows = []
-    for g in range(2):
-        found = torch.zeros(CELLS, CELLS)
-        for part in pattern.patterns:
-            for number in part.head_parts(g, 2):
-                found += part.mask(number, at, at, kv_head=g, kv_heads=2, is_causal=is_causal)
-        rows.append(found)
-    return torch.stack(rows).double()
-
-
-def brute(tensors, counts, padding=None):
-    """Output and lse by a softmax in which a key that is found n times has n times its weight."""
-    q, k, v, extra_k, extra_v = (x.transpose(1, 2) for x in tensors)
-    k, v = torch.cat([k, extra_k], 2), torch.cat([v, extra_v], 2)
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    counts = torch.nn.functional.pad(counts.repeat_interleave(2, 0), (0, extra_k.shape[2]), value=1.0)
-    if padding is not None:
-        shown = torch.nn.functional.pad(~padding, (0, extra_k.shape[2]), value=True)
-        counts = counts * shown[:, None, None]
-    scores = q @ k.mT * q.shape[-1] ** -0.5 + counts.log()
-    weights = torch.where(counts.sum(-1, keepdim=True) > 0, scores.softmax(-1), 0.0)
-    return (weights @ v).transpose(1, 2), scores.logsumexp(-1)
+def pairs_of(pattern):
+    """Number of pairs of a query and a key that attend, of two KV heads."""
+    return int(sum(times_seen(pattern, range(CELLS), CELLS, g, 2).sum() for g in range(2)))
 
 
 def differentiated(out, lse, tensors):
@@ -108,7 +87,7 @@ def differentiated(out, lse, tensors):
 def test_on_a_grid_it_is_one_softmax_over_the_keys_of_all(backend, ordered):
     tensors, order = drawn(extra=3), Ordering.random(CELLS, seed=1)
     padding = torch.rand(2, CELLS, generator=torch.Generator().manual_seed(1)) < 0.2
-    expected = differentiated(*brute(tensors, counts_of(NEAR_AND_FAR), padding), tensors)
+    expected = differentiated(*attending(NEAR_AND_FAR, key_padding_mask=padding)(*tensors), tensors)
     q, k, v, extra_k, extra_v = tensors
     options = {"extra_k": extra_k, "extra_v": extra_v, "backend": backend, "return_lse": True}
     if ordered:
@@ -124,7 +103,7 @@ def test_on_a_grid_it_is_one_softmax_over_the_keys_of_all(backend, ordered):
 @pytest.mark.parametrize("backend", ["reference", "eager"])
 def test_windows_by_head_may_be_parts(backend):
     tensors = drawn()
-    expected = differentiated(*brute(tensors, counts_of(BY_HEAD)), tensors)
+    expected = differentiated(*attending(BY_HEAD)(*tensors), tensors)
     found = differentiated(*attend(*tensors[:3], BY_HEAD, backend=backend, return_lse=True), tensors)
     for x, right in zip(found, expected, strict=True):
         torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
@@ -135,7 +114,7 @@ def test_windows_by_head_may_be_parts(backend):
 def test_along_a_sequence_it_is_one_softmax_over_the_keys_of_all(backend, is_causal):
     dtype = torch.float32 if backend == "sdpa" else torch.float64
     tensors = drawn(dtype)
-    expected = differentiated(*brute([x.double() for x in tensors], counts_of(BRANCHES, is_causal)), tensors)
+    expected = differentiated(*attending(BRANCHES, is_causal=is_causal)(*tensors), tensors)
     found = attend(*tensors[:3], BRANCHES, is_causal=is_causal, backend=backend, return_lse=True)
     close = 2e-5 if backend == "sdpa" else 1e-12
     for x, right in zip(differentiated(*found, tensors), expected, strict=True):
@@ -162,7 +141,7 @@ def test_dropout_is_that_of_the_reference_whatever_computes_the_parts():
 
 def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch):
     # The compiled FlexAttention runs on a GPU alone; here eager's forward stands in for its own.
-    monkeypatch.setattr(flex, "attend", lambda given, request: brute(given, counts_of(Union((NEAR,)))))
+    monkeypatch.setattr(flex, "attend", lambda given, request: attending(NEAR)(*given))
     tensors = drawn()
     given, _ = validated(*tensors[:3], NEAR)
     out, lse = (x.detach() for x in attend(*tensors[:3], NEAR_AND_FAR, return_lse=True))
@@ -196,11 +175,11 @@ def test_it_compiles_is_counted_and_explained():
     torch.compiler.reset()
     with FlopCounterMode(display=False) as counter:
         attend(*tensors, NEAR_AND_FAR)
-    assert counter.get_total_flops() == 4 * 8 * 2 * 2 * int(counts_of(NEAR_AND_FAR).sum())
+    assert counter.get_total_flops() == 4 * 8 * 2 * 2 * pairs_of(NEAR_AND_FAR)
     q, k, v, extra_k, extra_v = drawn(extra=3)
     with FlopCounterMode(display=False) as counter:
         attend(q, k, v, NEAR_AND_FAR, extra_k=extra_k, extra_v=extra_v)
-    pairs = 2 * 2 * int(counts_of(NEAR_AND_FAR).sum()) + 2 * 4 * CELLS * 3  # every query head sees the extra keys once
+    pairs = 2 * 2 * pairs_of(NEAR_AND_FAR) + 2 * 4 * CELLS * 3  # every query head sees the extra keys once
     assert counter.get_total_flops() == 4 * 8 * pairs
     reasons = explain_backend(*tensors, NEAR_AND_FAR).reasons
     assert reasons["sdpa"] == "cannot serve: serves no Neighbourhood, which is a part of the union"
@@ -239,14 +218,13 @@ def test_what_not_all_parts_take_is_refused():
 def test_a_pattern_of_ones_own_is_served_by_its_file_alone(backend, monkeypatch):
     monkeypatch.setattr("hilbert_lib.attention.backends.reference.SCORES_AT_ONCE", 1000)  # several chunks
     tensors, pattern = drawn(), Diamond((6, 6), 2)
-    counts = counts_of(Union((pattern,)))
-    assert int(counts[0, 14].sum()) == 13
-    expected = differentiated(*brute(tensors, counts), tensors)
+    assert times_seen(pattern, range(14, 15), CELLS).sum() == 13
+    expected = differentiated(*attending(pattern)(*tensors), tensors)
     found = differentiated(*attend(*tensors[:3], pattern, backend=backend, return_lse=True), tensors)
     for x, right in zip(found, expected, strict=True):
         torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
     both = Union((pattern, NEAR))
-    out, _ = brute(tensors, counts_of(both))
+    out, _ = attending(both)(*tensors)
     torch.testing.assert_close(attend(*tensors[:3], both, backend=backend), out, atol=1e-12, rtol=1e-12)
 
 
@@ -275,7 +253,7 @@ def test_flex_attention_serves_a_pattern_of_ones_own():
     pattern, order = Diamond((6, 6), 2), Ordering.random(CELLS, seed=1)
     given, request = validated(*tensors[:3], pattern)
     out, lse = flex.attend(given, request, block_size=16)
-    exact = brute([x.double() for x in tensors], counts_of(Union((pattern,))))
+    exact = attending(pattern)(*tensors)
     torch.testing.assert_close((out.double(), lse.double()), exact, atol=1e-5, rtol=1e-5)
     stored = Tensors(*(order.apply(x, dim=1) for x in tensors[:3]))
     ordered = Request(pattern, scale=request.scale, ordering=order)
@@ -286,7 +264,7 @@ def test_flex_attention_serves_a_pattern_of_ones_own():
 @pytest.mark.parametrize("pattern", [Band(4), Union((Band(4), BRANCHES))])
 def test_auto_serves_a_pattern_of_ones_own_along_a_sequence(pattern, is_causal):
     tensors = drawn()
-    expected = differentiated(*brute(tensors, counts_of(Union((pattern,)), is_causal)), tensors)
+    expected = differentiated(*attending(pattern, is_causal=is_causal)(*tensors), tensors)
     found = attend(*tensors[:3], pattern, is_causal=is_causal, return_lse=True)
     for x, right in zip(differentiated(*found, tensors), expected, strict=True):
         torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
@@ -296,7 +274,7 @@ def test_auto_serves_a_pattern_of_ones_own_along_a_sequence(pattern, is_causal):
 @pytest.mark.parametrize("patterns", [(Diamond((6, 6), 2), NEAR), (NEAR, Diamond((6, 6), 2))])
 def test_a_union_of_which_one_part_takes_no_extra_keys_has_gradients(patterns):
     tensors, pattern = drawn(), Union(patterns)
-    expected = differentiated(*brute(tensors, counts_of(pattern)), tensors)
+    expected = differentiated(*attending(pattern)(*tensors), tensors)
     found = differentiated(*attend(*tensors[:3], pattern, backend="eager", return_lse=True), tensors)
     for x, right in zip(found, expected, strict=True):
         torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
@@ -424,10 +402,9 @@ def test_what_a_pattern_sees_may_depend_on_the_key_or_the_query_alone():
     tensors = [x.detach() for x in drawn(extra=0)]
     for found, pairs in ((lambda q, k: k < 3, CELLS * 3), (lambda q, k: q < 3, 3 * CELLS)):
         Given.found = staticmethod(found)
-        counts = found(torch.arange(CELLS)[:, None], torch.arange(CELLS)).expand(2, CELLS, CELLS).double()
         with FlopCounterMode(display=False) as counter:
             out = attend(*tensors[:3], Given())
-        torch.testing.assert_close(out, brute(tensors, counts)[0], atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(out, attending(Given())(*tensors)[0], atol=1e-12, rtol=1e-12)
         assert counter.get_total_flops() == 4 * 8 * 2 * 4 * pairs
 
 

@@ -8,10 +8,10 @@ import matplotlib
 import pytest
 import torch
 from counts import calls_made
-from grid_cases import mask_of
 from ipywidgets import Dropdown, Image, IntSlider, Label
 from matplotlib.backends import backend_agg as agg
 from matplotlib.figure import Figure
+from oracle import mask_of
 
 from hilbert_lib import Neighbourhood, plan_halo
 from hilbert_lib.curves.coordinates import curve_coordinates

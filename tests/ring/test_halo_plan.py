@@ -9,9 +9,10 @@ import pytest
 import torch
 from cases import assert_close, refusals
 from click.testing import CliRunner
-from grid_cases import GROUPED_WINDOWS, ORDERS, SCALE, expected, grids, mask_of, positions, shortest
+from grid_cases import GROUPED_WINDOWS, ORDERS, SCALE, expected, grids, positions, shortest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle import mask_of
 from thread_ranks import run_threads
 
 from hilbert_lib import Neighbourhood, Ordering

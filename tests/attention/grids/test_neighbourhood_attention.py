@@ -24,13 +24,13 @@ from grid_cases import (
     every_rule,
     grids,
     in_pairs,
-    mask_of,
     pairs_of_options,
     part_of,
     parts,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle import mask_of
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

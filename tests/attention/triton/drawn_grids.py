@@ -1,13 +1,14 @@
 """Random calls of neighbourhood attention that the warp-specialised kernels serve, and what is right, in float64."""
 
-from functools import cache, partial
+from functools import cache
 from random import Random
 from typing import NamedTuple
 
 import torch
 from allpairspy import AllPairs
 from cases import LAYOUTS, differentiated
-from grid_cases import MORE, boxed, dense, ranges
+from grid_cases import MORE, boxed, ranges
+from oracle import attending
 
 from hilbert_lib import Neighbourhood
 from hilbert_lib.attention.request import Tensors
@@ -104,8 +105,9 @@ def expected(case: Case) -> tuple:
     given, dout = Tensors(*(draw(*each) for each in own)), draw(seq, case.heads)
     masks = [torch.rand(case.batch, n, generator=generator) < 0.4 for n in (seq, case.extra)]
     masks = [mask if used else None for mask, used in zip(masks, (case.is_padded, case.is_extra_padded), strict=True)]
-    options = {"near": case.windows, "scale": case.head_dim**-0.5, "padding": masks[0], "extra_padding": masks[1]}
-    return given, dout, masks, differentiated(partial(dense, **options), [x.double() for x in (*given, dout)])
+    hidden = {"key_padding_mask": masks[0], "extra_padding_mask": masks[1]}
+    exact = attending(case.windows, scale=case.head_dim**-0.5, **hidden)
+    return given, dout, masks, differentiated(exact, [x.double() for x in (*given, dout)])
 
 
 def boxed_part(name: str) -> tuple:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from cases import stored
 from drawn_grids import BOXED, CASES, EDGES, SPECIAL, Case, boxed_part, drawn, expected, special
-from grid_cases import check_nan, check_part, dense
+from grid_cases import check_nan, check_part
+from oracle import attending
 
 from hilbert_lib import Neighbourhood
 from hilbert_lib.attention.request import Request, Tensors
@@ -131,7 +132,8 @@ def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
     given = [torch.randn(1, rows, 2, head_dim).bfloat16() for rows in (240, 240, 240, 3, 3)]
     masks = [torch.arange(rows)[None] % 5 == 0 for rows in (240, 3)]
     request = Request(near.of_heads(2), scale=head_dim**-0.5, key_padding_mask=masks[0], extra_padding_mask=masks[1])
-    exact, _ = dense(*(x.double() for x in given), near, head_dim**-0.5, *masks)
+    hidden = {"key_padding_mask": masks[0], "extra_padding_mask": masks[1]}
+    exact, _ = attending(near, **hidden)(*given)
     out = check_nan(near, given, at, 97 if at < 3 else 1, lambda *x: sources.grids.forward(Tensors(*x), request)[0])
     kept = ~out.isnan()
     assert (out - exact)[kept].norm() <= 4e-3 * exact[kept].norm()
@@ -142,7 +144,7 @@ def test_scores_of_thousands_count_for_those_alone_who_see_the_key(sources, head
     near = Neighbourhood((16, 24), (5, 9))
     given = Tensors(*(torch.randn(1, rows, 1, head_dim).bfloat16() for rows in (384, 384, 384, 0, 0)))
     given.k[:, 200] *= 1e4
-    exact, _ = dense(*(x.double() for x in given), near, 1.0)
+    exact, _ = attending(near, scale=1.0)(*given)
     out, _ = sources.grids.forward(given, Request(near.of_heads(1)))
     assert (out - exact).norm(dim=-1).max() <= 1e-2 * exact.norm(dim=-1).max()
 
