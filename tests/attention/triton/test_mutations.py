@@ -1,0 +1,36 @@
+"""The kernels' sources, edited as `mutations` lists it, fail: the emulated cases see every planted fault."""
+
+import pytest
+from drawn_grids import BOXED, SPECIAL, special
+from drawn_grids import CASES as GRIDS
+from drawn_grids import drawn as drawn_grid
+from mutations import MUTATIONS, Mutation
+
+emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
+
+import test_emulated  # noqa: E402
+import test_emulated_grid  # noqa: E402
+
+ON_SEQUENCES, ON_GRIDS = range(test_emulated.CASES), (*range(len(GRIDS)), *BOXED)
+
+
+def is_seen(mutation: Mutation, case: int | str) -> bool:
+    """Whether a random call, a special grid or a part of a grid shows that a source was edited."""
+    sources = emulator.edited(mutation)
+    if not mutation.is_on_grid:
+        return bool(test_emulated.fault_of(sources, test_emulated.drawn(case)))
+    if case in BOXED:
+        try:
+            test_emulated_grid.run_part(sources, case)
+        except (AssertionError, emulator.Fault):
+            return True
+        return False
+    cases = special(case) if case in SPECIAL else [drawn_grid(case)]
+    return any(test_emulated_grid.fault_of(sources, each) for each in cases)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.why)
+def test_an_edited_source_fails(mutation):
+    # The case that showed it first: others may once the sources or the order of threads have changed.
+    cases = ON_GRIDS if mutation.is_on_grid else ON_SEQUENCES
+    assert any(is_seen(mutation, case) for case in (mutation.seed, *cases))
