@@ -1,33 +1,47 @@
-"""What ranks run in the tests of the ring: functions of this file, of ring_costs and ring_headers, called by `run`."""
+"""What the tests of the ring run on ranks, along sequences and on grids: in processes, by `run`, and in threads.
+
+`run` calls functions of this file, and of ring_costs, ring_headers and ring_graphs.
+"""
 
 import pkgutil
 import time
 import weakref
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import oracle
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
+from grid_cases import ORDERS, SCALE, expected, shape_of
+from halo_cases import LARGE_RULES
 from interpreted import confine
 from torch.utils.checkpoint import checkpoint
 
+from hilbert_lib import Neighbourhood, neighbourhood_attention
 from hilbert_lib.attention import merge, operators
 from hilbert_lib.attention.api import attend, dilated_attention
 from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.backends.registry import BACKENDS, backends_for
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.union import Union
-from hilbert_lib.ring import spread
+from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, ring_neighbourhood_attention, spread
+from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.attention import ring_attend, ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
-from hilbert_lib.ring.rank import copies, exchange, local
+from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.rank import copies, exchange, halo, local
 
 SPECS = {
     "none": None,
@@ -38,6 +52,7 @@ SPECS = {
     **{kind: OrderingSpec(kind) for kind in ("linear", "morton", "snake", "tile")},
 }
 NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES_ON_GRIDS = (*NAMES, "dextra_k", "dextra_v")
 
 
 def run(order: dict) -> list:
@@ -433,3 +448,217 @@ def second_derivative_raises() -> bool:
     out = ring_dilated_attention(q, k, v, DilatedPattern((16,), (2,)))
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     return "differentiated once" in said_by(torch.autograd.grad, dq.sum(), q)
+
+
+# Of a grid that is spread over the ranks.
+
+NEAR = Neighbourhood((8, 6), (3, 5))
+EXCHANGE = "send", "compute"
+
+
+def shards_of(shape: tuple, parts: list | None = None, cuts: list | None = None, order: str = "", lengths: list = ()):
+    if parts:
+        return Rectangles(tuple(parts), cuts and tuple(cut and tuple(cut) for cut in cuts))
+    return Runs(ORDERS[order](shape), tuple(lengths))
+
+
+def compare_on_grid(
+    rules: str, heads: str, shards: dict, *, more: str = "nothing", dtype: str = "float32", backend: str = "auto",
+    head_dim: int = 8, by_kernel: bool = False,
+) -> dict:  # fmt: skip
+    """For output, lse and gradients: squared error of this rank's rows, and of one process's, against float64.
+
+    With by_kernel rows are copied and summed by the kernels of a GPU, interpreted where there is none.
+    """
+    dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
+    near, given, dout, masks, *truth = expected(rules, heads, more, dtype, head_dim)
+    truth = [truth[0], truth[1].transpose(1, 2), *truth[2]]
+    shape, is_union = shape_of(rules), isinstance(near, Union)
+    spread = shards_of(shape, **shards)
+    rows = spread.cells(shape, dist.get_rank())
+    scale = SCALE * head_dim**-0.5
+
+    def run(call, own) -> list[torch.Tensor]:
+        leaves = [(x[:, own] if n < 3 else x).to(device()).requires_grad_() for n, x in enumerate(given)]
+        options = {"scale": scale, "backend": backend, "return_lse": True}
+        if masks[0] is not None:
+            options["key_padding_mask"] = masks[0][:, own].to(device())
+        if "extra" in more:
+            options |= {"extra_k": leaves[3], "extra_v": leaves[4]}
+        if masks[1] is not None:
+            options["extra_padding_mask"] = masks[1].to(device())
+        out, lse = call(*leaves[:3], near, **options)
+        wanted = leaves if "extra" in more else leaves[:3]
+        grads = torch.autograd.grad((out * dout[:, own].to(device())).sum(), wanted)
+        return [x.cpu() for x in (out.detach(), lse.transpose(1, 2), *grads)]
+
+    one = run(attend if is_union else neighbourhood_attention, slice(None))
+    with by_kernels() if by_kernel else nullcontext():
+        mine = run(partial(ring_attend if is_union else ring_neighbourhood_attention, shards=spread), rows)
+    found = {}
+    for name, own, single, right in zip(NAMES_ON_GRIDS, mine, one, truth, strict=False):
+        assert own.dtype == single.dtype, name
+        if "extra" in name:  # each rank has a share
+            own = own.double().to(device())
+            dist.all_reduce(own)
+            own, part = own.cpu() / dist.get_world_size() ** 0.5, slice(None)
+            right, single = (x.double() / dist.get_world_size() ** 0.5 for x in (right, single))
+        else:
+            part = rows
+        assert own.shape == right[:, part].shape, name
+        found[name] = squared_error(own, right[:, part]), squared_error(single[:, part], right[:, part])
+    return found
+
+
+def grid_inputs(rows: int | None = None, **options) -> list[torch.Tensor]:
+    rows = 48 // dist.get_world_size() if rows is None else rows
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(1, rows, 2, 4, generator=generator).to(device()).requires_grad_(**options) for _ in range(3)]
+
+
+def disagree_on_grid(**asked) -> list[str]:
+    """What a rank says where the last one asks for something else."""
+    q, k, v = grid_inputs(requires_grad=False)
+    options = {}
+    if dist.get_rank() == dist.get_world_size() - 1:
+        made = {
+            "neighbourhood": lambda side: Neighbourhood((8, 6), side),
+            "shards": lambda parts: Rectangles(tuple(parts)),
+            "key_padding_mask": lambda _: torch.zeros(q.shape[:2], dtype=torch.bool, device=device()),
+            "requires_grad": lambda _: q.requires_grad_(),
+        }
+        options = {name: made[name](value) if name in made else value for name, value in asked.items()}
+        options.pop("requires_grad", None)
+    near = options.pop("neighbourhood", NEAR)
+    said = said_by(ring_neighbourhood_attention, q, k, v, near, **options)
+    ring_neighbourhood_attention(*grid_inputs(), NEAR)  # and all agree again
+    return [said]
+
+
+def promises_on_grid() -> dict:
+    """Of a call over all ranks, which share a grid in strips: what is true by promise."""
+    found, rank = {}, dist.get_rank()
+    q, k, v = grid_inputs()
+    module = RingNeighbourhoodAttention(NEAR)
+    out, lse = module(q, k, v, return_lse=True)
+    again = ring_neighbourhood_attention(q, k, v, NEAR, validate=False)
+    found["the module, without validation, gives the same bits"] = torch.equal(out, again) and not lse.requires_grad
+    grads = [torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (out, again)]
+    found["gradients are the same bits again"] = all(map(torch.equal, *grads))
+    leave = NoGradient.apply if rank == 0 else torch.clone
+    mute = [torch.autograd.grad(x.sum(), (q, k, v)) for x in (leave(out), again * (rank > 0))]
+    found["a rank that reaches no loss is as one of gradient 0"] = all(map(torch.equal, *mute))
+    (dq,) = torch.autograd.grad(module(q, k, v).sum(), q, create_graph=True)
+    found["no second derivative"] = "differentiated once" in said_by(dq.sum().backward)
+    order = Ordering.from_curve("snake", 48, grid=(8, 6))
+    runs = Runs(order, shard_lengths_for(48, dist.get_world_size()))
+    x = grid_inputs(len(order.perm) // 2)
+    both = [ring_neighbourhood_attention(*x, NEAR, **how) for how in ({"ordering": order}, {"shards": runs})]
+    found["an ordering is split as a sequence is"] = torch.equal(*both)
+    wrapped = torch.compile(lambda *x: module(*x).cos(), backend="aot_eager")
+    found["compiling changes nothing"] = torch.equal(wrapped(q, k, v), module(q, k, v).cos())
+    nothing = ring_neighbourhood_attention(*(x[:0] for x in (q, k, v)), NEAR)
+    found["a batch of none gives none"] = list(nothing.shape) == [0, 24, 2, 4]
+    places = [(operators, "forward", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
+    with noting(places) as events:
+        module(q, k, v)
+    found["the interior begins before all agree"] = events == ["compute", "agree", "send", "compute"]
+    backends = backends_for(HeadNeighbourhoods)
+    eager = replace(backends["eager"], limits=lambda q, asked: "no border" if rank and asked.part.in_float else "")
+    with patch.dict(backends, eager=eager):
+        said = said_by(ring_neighbourhood_attention, q, k, v, NEAR, backend="eager")
+    found["all hear what one rank's part is refused for"] = "no border" in said
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    alone = grid_inputs(48)
+    one = ring_neighbourhood_attention(*alone, NEAR, ordering=order, group=groups[rank])
+    found["one rank is the plain function"] = torch.equal(one, neighbourhood_attention(*alone, NEAR, ordering=order))
+    return found
+
+
+def promises_of_a_union() -> dict:
+    """Of `ring_attend` with two neighbourhoods: what is true by promise."""
+    found, rank = {}, dist.get_rank()
+    both = Union((NEAR, Neighbourhood((8, 6), 3, dilation=(1, 2))))
+    q, k, v = grid_inputs()
+    places = [(operators, "forward", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
+    with noting(places) as events:
+        out = ring_attend(q, k, v, both)
+    found["one agreement, as the first begins"] = events == ["compute", "agree", *EXCHANGE, "compute", *EXCHANGE]
+    again = ring_attend(q, k, v, both, validate=False)
+    found["without validation it gives the same bits"] = torch.equal(out, again)
+    grads = [torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (out, again)]
+    found["gradients are the same bits again"] = all(map(torch.equal, *grads))
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    found["no second derivative"] = "ring_attend can be differentiated once" in said_by(dq.sum().backward)
+    one = ring_attend(q, k, v, Union((NEAR,)))
+    found["of one it is this one"] = torch.equal(one, ring_neighbourhood_attention(q, k, v, NEAR))
+    nothing = ring_attend(*(x[:0] for x in (q, k, v)), both)
+    found["a batch of none gives none"] = list(nothing.shape) == [0, 24, 2, 4]
+    said = said_by(ring_attend, q, k, v, both if rank else NEAR)
+    found["who asks for another is named"] = "on rank 0" in said and "Union(" in said
+    groups, alone = [dist.new_group([each]) for each in range(dist.get_world_size())], grid_inputs(48)
+    whole = ring_attend(*alone, both, group=groups[rank])
+    found["one rank is attend"] = torch.equal(whole, attend(*alone, both))
+    return found
+
+
+# Ranks as threads of one process: what the ring asks of `torch.distributed` while rows travel, and nothing else.
+
+PATIENCE = 20  # seconds that a rank waits for another one's rows, on a busy machine
+
+
+@dataclass(frozen=True)
+class Group:
+    """The process group as one of the ranks sees it."""
+
+    own: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.own
+
+    def size(self) -> int:
+        return self.ranks
+
+
+class _Box:
+    """Rows from one rank to another: what is sent as the n-th is what was asked for as the n-th."""
+
+    def __init__(self):
+        self._sent, self._asked, self._rows = count(), count(), defaultdict(Future)
+
+    def send(self, rows: torch.Tensor) -> None:
+        self._rows[next(self._sent)].set_result(rows.clone())
+
+    def receive(self, into: torch.Tensor) -> SimpleNamespace:
+        rows = self._rows[next(self._asked)]
+        return SimpleNamespace(wait=lambda: into.copy_(rows.result(PATIENCE)))
+
+
+class _Post:
+    """What of `torch.distributed` the exchange calls."""
+
+    isend, irecv = staticmethod(_Box.send), staticmethod(_Box.receive)
+
+    def __init__(self, ranks: int):
+        pairs = list(product(range(ranks), repeat=2))
+        self._collective, self._single = ({pair: _Box() for pair in pairs} for _ in range(2))
+
+    def all_to_all_single(self, arrived, rows, received, sent, *, group, async_op):
+        for rank, some in enumerate(rows.split(sent)):
+            self._collective[group.own, rank].send(some)
+        works = [self._collective[rank, group.own].receive(x) for rank, x in enumerate(arrived.split(received))]
+        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
+
+    def P2POp(self, operation, tensor, *, group, group_peer):  # as torch names it
+        between = (group.own, group_peer) if operation is _Box.send else (group_peer, group.own)
+        return partial(operation, self._single[between], tensor)
+
+    def batch_isend_irecv(self, operations):
+        return [work for operation in operations if (work := operation())]
+
+
+def run_threads(attend: Callable[[Group], object], ranks: int) -> list:
+    """What a function returns on each rank; of a group it may ask what `Group` knows."""
+    with patch.object(exchange, "dist", _Post(ranks)), ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(attend, (Group(rank, ranks) for rank in range(ranks))))

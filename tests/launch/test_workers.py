@@ -136,7 +136,7 @@ def test_rings_over_two_launchers_compute_what_one_process_does(job, monkeypatch
     grid = {"rules": "plane", "heads": "grouped", "more": "extra and padding"}
     shards = [{"parts": [2, 2]}, {"order": "hilbert", "lengths": [30, 20, 40, 18]}]
     calls = [["compare", sequence | {"transport": transport}] for transport in ("ring", "all_gather", "all_to_all")]
-    calls += [["halo_ranks:compare", grid | {"shards": each}] for each in shards]
+    calls += [["compare_on_grid", grid | {"shards": each}] for each in shards]
     script = block("--job-name=ring").replace('{"tokens": 16777216}', json.dumps({"calls": calls}))
     script = script.replace("long_context:attend", "ring_ranks:run").replace("29400", str(free_port()))
     job(script, NNODES=2, GPUS_ON_NODE=2, JOB_ID=1, JOB_NODELIST="both")

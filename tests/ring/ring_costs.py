@@ -9,7 +9,8 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from ring_ranks import SPECS, device, inputs, noting, results
+from grid_cases import RULES, expected
+from ring_ranks import SPECS, device, inputs, noting, results, shards_of
 
 from hilbert_lib import Neighbourhood, graph_cache
 from hilbert_lib.attention import operators
@@ -20,7 +21,7 @@ from hilbert_lib.lab.sweeps.ring import measure
 from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.patterns.dilated import DilatedPattern
-from hilbert_lib.ring import ring_neighbourhood_attention, spread
+from hilbert_lib.ring import plan_halo, ring_neighbourhood_attention, spread
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring
 from hilbert_lib.ring.rank import blocks, exchange, halo, local, passes
@@ -167,3 +168,53 @@ def with_peak(run) -> tuple:
 
 def measured(**work) -> list[dict]:
     return measure(OverRanks.of(work))
+
+
+def count_bytes_on_grid(rules: str, heads: str, shards: dict, *, padded: bool = False) -> list:
+    """Bytes sent and received forward, and backward: as counted where torch is called, and as planned; and how many
+    collectives there were."""
+    near, (q, k, v, *_), dout, (hidden, _), *_ = expected(
+        rules, heads, "padding" if padded else "nothing", torch.bfloat16, 8
+    )
+    spread, rank = shards_of(RULES[rules][0], **shards), dist.get_rank()
+    rows = spread.cells(RULES[rules][0], rank)
+    leaves = [x[:, rows].to(device()).requires_grad_() for x in (q, k, v)]
+    mask = hidden[:, rows].to(device()) if padded else None
+    call = partial(ring_neighbourhood_attention, *leaves, near, shards=spread, key_padding_mask=mask)
+    sizes = {"batch": len(q), "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": 8, "dtype": q.dtype}
+    cost = plan_halo(near, spread, padded=padded, **sizes).ranks[rank]
+    return counted_and_planned(call, leaves, dout[:, rows].to(device()), cost)
+
+
+def peak_memory_on_grid(shards: dict) -> list[list[int]]:
+    """Bytes at the highest point of a forward, and of a backward: as allocated by torch, and as planned.
+
+    Stand-ins allocate what kernels return, and compute nothing.
+    """
+    near, sizes = Neighbourhood((128, 64), 9), {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+    spread, rank = shards_of(near.shape, **shards), dist.get_rank()
+    rows = spread.count(near.shape, rank)
+    *leaves, dout = (torch.zeros(1, rows, n, 64, dtype=torch.bfloat16, device=device()) for n in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def forward(given, request, name):
+        return torch.empty_like(given.q), given.q.new_empty(given.q.transpose(1, 2).shape[:3], dtype=torch.float32)
+
+    def backward(dout, given, out, lse, request, name):
+        _delta = torch.empty_like(lse)
+        wide = torch.float32 if request.part.in_float else None
+        return Tensors(*(torch.empty_like(x, dtype=wide if n in (1, 2) else None) for n, x in enumerate(given)))
+
+    call = partial(ring_neighbourhood_attention, *leaves, near, shards=spread)
+    with patch.multiple(operators, forward=forward, backward=backward):
+        torch.autograd.grad(call(), leaves, dout)  # what is made once is not of this call
+        out, forward = with_peak(call)
+        received = out.grad_fn.saved_tensors[7].nbytes
+        _, backward = with_peak(partial(torch.autograd.grad, out, leaves, dout))
+    held = sum(x.nbytes for x in leaves)
+    lse = 4 * rows * 4
+    cost = plan_halo(near, spread, batch=1, **sizes).ranks[rank]
+    return [
+        [forward + held, cost.memory_forward],
+        [backward + held + 2 * dout.nbytes + lse + received, cost.memory_backward],
+    ]

@@ -13,7 +13,7 @@ from grid_cases import GROUPED_WINDOWS, ORDERS, SCALE, expected, grids, position
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import mask_of
-from thread_ranks import run_threads
+from ring_ranks import run_threads
 
 from hilbert_lib import Neighbourhood, Ordering
 from hilbert_lib.attention.request import Request, Tensors

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import assert_close, differentiated, drawn, refusals
-from thread_ranks import run_threads
+from ring_ranks import run_threads
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

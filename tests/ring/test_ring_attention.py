@@ -155,7 +155,7 @@ DISAGREEMENTS = {
     "backend": ({"backend": "flex"}, ("backend='flex'", "needs a CUDA device")),
     "dropout": ({"backend": "sdpa", "dropout_p": 0.1}, ("backend='sdpa'", "no dropout", "not keyed by position")),
 }
-DISAGREE = {"ring_headers:disagree": DISAGREEMENTS, "halo_ranks:disagree": ON_GRIDS}
+DISAGREE = {"ring_headers:disagree": DISAGREEMENTS, "disagree_on_grid": ON_GRIDS}
 SHARDS = [8, 9, 4]
 EMPTY = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
 ONE_MERGE = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
@@ -214,7 +214,7 @@ def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> d
 
 
 ALLOCATED = [(n, "ring_costs:peak_memory", memory_of(*case)) for n, cases in MEMORY.items() for case in cases]
-ALLOCATED += [(4, "halo_ranks:peak_memory", {"shards": shards}) for shards in HELD_HALOS]
+ALLOCATED += [(4, "ring_costs:peak_memory_on_grid", {"shards": shards}) for shards in HELD_HALOS]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [[call, asked] for call, table in DISAGREE.items() for asked, _ in table.values()]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}]]
@@ -228,10 +228,10 @@ for ranks, *call in ALLOCATED:
     CALLS[ranks] += [call]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
 for ranks, cases in HALOS.items():
-    CALLS[ranks] += [["halo_ranks:compare", case] for case in cases]
+    CALLS[ranks] += [["compare_on_grid", case] for case in cases]
 for ranks, cases in COUNTED_HALOS.items():
-    CALLS[ranks] += [["halo_ranks:count_bytes", case] for case in cases]
-CALLS[2] += [["halo_ranks:promises", {}], ["halo_ranks:promises_of_a_union", {}]]
+    CALLS[ranks] += [["ring_costs:count_bytes_on_grid", case] for case in cases]
+CALLS[2] += [["promises_on_grid", {}], ["promises_of_a_union", {}]]
 CALLS[2] += [["parts_asked_about", {"transport": transport}] for transport in TRANSPORTS]
 CAPTURED = [
     *({"what": transport} for transport in ("auto", *TRANSPORTS)),
@@ -249,8 +249,8 @@ def calls_of(ranks: int, backend: str) -> list[list]:
     flex = (FLEX if backend == "gloo" else FLEX[:1]) if ranks == 2 else []
     groups = [call for number, *call, _ in GROUPS.values() if backend == "gloo" and ranks == number]
     documents = [["calls_of_the_documents", DOCUMENTED]] if backend == "gloo" and ranks == 2 else []  # on a CPU
-    large = [["halo_ranks:compare", case] for case in LARGE_HALOS.get(ranks, ()) if backend == "nccl"]
-    fault = [["halo_ranks:disagree", ON_GRIDS["window"][0]]] if backend == "nccl" and ranks == 4 else []
+    large = [["compare_on_grid", case] for case in LARGE_HALOS.get(ranks, ()) if backend == "nccl"]
+    fault = [["disagree_on_grid", ON_GRIDS["window"][0]]] if backend == "nccl" and ranks == 4 else []
     return CALLS[ranks] + [["compare", case] for case in flex] + groups + documents + large + fault
 
 
@@ -300,9 +300,9 @@ def backend():
 @pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_on_a_grid_too(ranks, backend):
     for case in HALOS[ranks] + (LARGE_HALOS.get(ranks, []) if backend == "nccl" else []):
-        check_error(case, answers(ranks, "halo_ranks:compare", case, backend))
+        check_error(case, answers(ranks, "compare_on_grid", case, backend))
     for case in COUNTED_HALOS.get(ranks, ()):
-        found = answers(ranks, "halo_ranks:count_bytes", case, backend)
+        found = answers(ranks, "ring_costs:count_bytes_on_grid", case, backend)
         travels = any(any(counted) for counted, *_ in found)
         assert travels == (case["rules"] != "alone")
         calls = [1 + case.get("padded", False), 1] if travels else [0, 0]  # also of a rank that nothing reaches
@@ -311,13 +311,13 @@ def test_on_a_grid_too(ranks, backend):
 
 
 def test_promises_on_a_grid_are_kept(backend):
-    for found in answers(2, "halo_ranks:promises", {}, backend):
+    for found in answers(2, "promises_on_grid", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
         assert len(found) == 10
 
 
 def test_promises_of_a_union_are_kept(backend):
-    for found in answers(2, "halo_ranks:promises_of_a_union", {}, backend):
+    for found in answers(2, "promises_of_a_union", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
         assert len(found) == 8
 
@@ -345,7 +345,7 @@ def test_error_is_at_most_twice_that_of_one_process(ranks, backend):
 def test_fused_kernels_serve_every_ring(ranks):
     """As "auto" has them on GPUs; here interpreted, which takes minutes."""
     cases = [("compare", case) for case in COMPARED[ranks] if not case.get("by_kernel")]
-    cases += [("halo_ranks:compare", case) for case in HALOS[ranks]]
+    cases += [("compare_on_grid", case) for case in HALOS[ranks]]
     calls = []
     for name, case in cases:
         dtype = case.get("dtype", "float32").replace("64", "32")  # float64 they do not serve
@@ -379,7 +379,7 @@ def test_nccl_computes_and_sends_the_same(ranks):
             if (call, what) != ("ring_headers:disagree", "backend"):  # which serves on a GPU
                 test_ranks_that_disagree_all_raise_and_name_both_sides(ranks, call, what, "nccl")
     if ranks == 4:
-        test_ranks_that_disagree_all_raise_and_name_both_sides(ranks, "halo_ranks:disagree", "window", "nccl")
+        test_ranks_that_disagree_all_raise_and_name_both_sides(ranks, "disagree_on_grid", "window", "nccl")
 
 
 @pytest.mark.multigpu
