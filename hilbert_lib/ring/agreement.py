@@ -82,14 +82,14 @@ class Agreement:
         self._work.wait()
         ranks, companions = (dist.get_process_group_ranks(group) for group in (self._group, self._companion))
         order = list(map(companions.index, ranks))  # torch sorts the ranks of a group that it makes
-        headers = [_HEADER.unpack(self._gathered[at].numpy().tobytes()) for at in order]
+        headers = [_HEADER.unpack(self._gathered[place].numpy().tobytes()) for place in order]
         refused, lengths, digests = zip(*headers, strict=True)
         if not any(refused) and len(set(digests)) == 1:
             return lengths
-        asked: list = [None] * len(ranks)
+        requests: list = [None] * len(ranks)
         text = None if self._refusal is None else f"{type(self._refusal).__name__}: {self._refusal}"
-        dist.all_gather_object(asked, (text, self._request), group=self._companion)
-        by_rank = {rank: asked[at] for rank, at in zip(ranks, order, strict=True)}
+        dist.all_gather_object(requests, (text, self._request), group=self._companion)
+        by_rank = {rank: requests[place] for rank, place in zip(ranks, order, strict=True)}
         return self._refusal or ValueError(_difference(by_rank))
 
 
@@ -98,20 +98,22 @@ def _digest(request: tuple[tuple[str, str], ...]) -> bytes:
     return hashlib.sha256(json.dumps(request).encode()).digest()
 
 
-def _difference(asked: dict[int, tuple[str | None, dict[str, str]]]) -> str:
+def _difference(requests: dict[int, tuple[str | None, dict[str, str]]]) -> str:
     # Of each rank's refusal and request.
-    refusals = [f"rank {rank} {REFUSED} {text}" for rank, (text, _) in asked.items() if text]
+    refusals = [f"rank {rank} {REFUSED} {text}" for rank, (text, _) in requests.items() if text]
     if refusals:
         return "; ".join(refusals)
     differing = []
-    names = dict.fromkeys(name for _, request in asked.values() for name in request)  # kinds of pattern have their own
+    names = dict.fromkeys(
+        name for _, request in requests.values() for name in request
+    )  # kinds of pattern have their own
     for name in names:
         ranks: dict[str, list[str]] = {}
-        for rank, (_, request) in asked.items():
+        for rank, (_, request) in requests.items():
             ranks.setdefault(request.get(name, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
-            sides = "; ".join(f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
-            differing.append(f"{name} must be the same on all ranks, got {sides}")
+            values = "; ".join(f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
+            differing.append(f"{name} must be the same on all ranks, got {values}")
     return "\n".join(differing)
 
 

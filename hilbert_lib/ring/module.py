@@ -48,9 +48,9 @@ class _RingAttention(Layer):
     def __deepcopy__(self, memo: dict) -> Self:
         # The copy shares the group, which cannot be copied.
         memo |= {id(self.group): self.group}
-        other = memo[id(self)] = self.__class__.__new__(self.__class__)
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return other
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
 class RingDilatedAttention(_RingAttention):
@@ -210,7 +210,7 @@ def gather(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = No
     padded[: len(rows)] = rows
     shards = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(shards, padded, group=group)
-    return torch.cat([each[:length] for each, length in zip(shards, lengths, strict=True)]).movedim(0, dim)
+    return torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)]).movedim(0, dim)
 
 
 def _axis(function: str, x: object, dim: object) -> int:

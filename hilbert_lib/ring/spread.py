@@ -168,8 +168,10 @@ class GridSpread:
 
     def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where no backend, or not the one that is asked for by name, can serve the call."""
-        whole = tuple(map(range, self.shape))
-        _serving(tensors, replace(request, part=GridPart(whole, whole, whole)), backend)  # refuse what no rank can do
+        grid_box = tuple(map(range, self.shape))
+        _serving(
+            tensors, replace(request, part=GridPart(grid_box, grid_box, grid_box)), backend
+        )  # refuse what no rank can do
         if backend != "auto" and tensors.q.shape[0]:
             for part_tensors, part in by_pattern(
                 tensors, request
@@ -273,16 +275,16 @@ def _refusal_of_parts(
     pattern: DilatedPattern, lengths: tuple[int, ...], options: tuple, place: Place, backend: str, device: torch.device
 ) -> str:
     # Why a backend does not serve some part of a rank, or "": the same answer on all ranks, so that all raise.
-    own, sizes = backends_for(pattern)[backend], dict(options)
-    if own.of_keys is serves_all_keys:
+    own_backend, sizes = backends_for(pattern)[backend], dict(options)
+    if own_backend.of_keys is serves_all_keys:
         return ""
     request = Request(pattern, sizes["is_causal"], sizes["head_dim"] ** -0.5)
-    one = torch.empty(1, dtype=sizes["dtype"], device=device)
+    element = torch.empty(1, dtype=sizes["dtype"], device=device)
     for rank in range(len(lengths)):
         layout = sequence_layout(pattern, lengths, options, place, rank, torch.device("cpu"))
         for shape_of_q, shape_of_k, part in parts_of(layout, lengths[rank], sizes["batch"], sizes["heads"]):
-            q, k = (one.expand(*shape, sizes["head_dim"]) for shape in (shape_of_q, shape_of_k))
-            if reason := own.refusal(q, replace(request, **part), k):
+            q, k = (element.expand(*shape, sizes["head_dim"]) for shape in (shape_of_q, shape_of_k))
+            if reason := own_backend.refusal(q, replace(request, **part), k):
                 return f"cannot serve a part of rank {rank}: {reason}"
     return ""
 

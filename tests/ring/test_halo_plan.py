@@ -227,5 +227,5 @@ def test_rows_of_a_frame_are_own_ones_received_ones_or_zero():
         )
         for frame in (framed.k, framed.v):
             kinds = [(x := frame[0, :, :, 0]).isnan().sum(), (x == 1).sum(), (x == 0).sum()]
-            assert kinds[:2] == [2 * len(border.own[0]), len(border.theirs[0])]
+            assert kinds[:2] == [2 * len(border.own_rows[0]), len(border.their_rows[0])]
             assert kinds[2] == x.numel() - sum(kinds[:2]) > 0

@@ -12,12 +12,12 @@ from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated, rows_in_
 def pairs_before(stop: int, length: int, rate: int, offset: int, segment_length: int, is_causal: bool = False) -> int:
     """(query, key) pairs of one head in one branch whose query is before position `stop`."""
     segment, inside = divmod(stop, segment_length)
-    whole = rows_in_segment(segment_length, rate, offset)
+    segment_rows = rows_in_segment(segment_length, rate, offset)
     queries = rows_in_segment(inside, rate, offset)
     if is_causal:
-        return segment * (whole * (whole + 1) // 2) + queries * (queries + 1) // 2
+        return segment * (segment_rows * (segment_rows + 1) // 2) + queries * (queries + 1) // 2
     keys = rows_in_segment(min(segment_length, length - segment * segment_length), rate, offset)
-    return segment * whole * whole + queries * keys
+    return segment * segment_rows * segment_rows + queries * keys
 
 
 def shard_lengths_for(
@@ -43,7 +43,9 @@ def shard_lengths_for(
     """
     length, ranks = integer("length", length, least=1), integer("ranks", ranks, least=1)
     multiple = integer("multiple", multiple, least=1)
-    speeds = [Fraction(each) for each in check_weights(weights, ranks) or (1,) * ranks]  # exact: the same on all ranks
+    speeds = [
+        Fraction(weight) for weight in check_weights(weights, ranks) or (1,) * ranks
+    ]  # exact: the same on all ranks
     if pattern is not None:
         check_dilated(pattern)
     boolean("is_causal", is_causal)
@@ -60,7 +62,7 @@ def shard_lengths_for(
         )
 
     total, speed = work_before(units), sum(speeds)
-    shares = (total * each / speed for each in accumulate(speeds))
+    shares = (total * cumulative / speed for cumulative in accumulate(speeds))
     ends = [min(bisect_left(range(units + 1), share, key=work_before) * multiple, length) for share in shares]
     ends[-1] = length  # tokens in no branch are no work: the last rank gets them
     return tuple(stop - start for start, stop in pairwise([0, *ends]))

@@ -88,13 +88,13 @@ class Sizes:
         delta = rowsum(dout * out); dq, dk and dv, in float32. A KV head brings its group of query heads.
         """
         queries, row, sums = self.group, self.row, self.summed_row
-        there, back = {
+        row_bytes, answer_bytes = {
             ("gathering", "forward"): (2 * row, 0),
             ("gathering", "backward"): (2 * row, 2 * sums),
             ("all_to_all", "forward"): ((queries + 2) * row, queries * (row + self.sum)),
             ("all_to_all", "backward"): (queries * (row + 2 * self.sum), (queries + 2) * sums),
         }["all_to_all" if transport == "all_to_all" else "gathering", direction]
-        return self.batch * there, self.batch * back
+        return self.batch * row_bytes, self.batch * answer_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +132,15 @@ class RingPlan:
     def ranks(self) -> tuple[RankCost, ...]:
         """What the plan costs each rank."""
         ranks = range(len(self.shard_lengths))
-        wire, held = [], []
+        wire, memory = [], []
         for direction in ("forward", "backward"):
             wire += traffic(self, direction)
-            held.append([_memory(self, rank, direction) for rank in ranks])
+            memory.append([_memory(self, rank, direction) for rank in ranks])
         queries = self.sizes.batch * self.sizes.group
         products = [2 * queries * self.sizes.head_dim * _pairs(self, rank) for rank in ranks]
-        flop = [[count * each for each in products] for count in (2, 5)]  # products of matrices forward, and backward
-        return tuple(map(RankCost, *wire, *held, *flop))
+        # Products of matrices: 2 in a forward, 5 in a backward.
+        flop = [[count * flop_of_one for flop_of_one in products] for count in (2, 5)]
+        return tuple(map(RankCost, *wire, *memory, *flop))
 
     def fused(self, rank: int) -> tuple[int, ...]:
         """The branches whose segments, counted from a rank's first position, are as in the sequence: one call."""
@@ -172,20 +173,32 @@ def traffic(plan: RingPlan, direction: str) -> tuple[list[int], list[int]]:
     """Bytes that each rank sends, and that each receives."""
     sent, received = ([0] * len(plan.shard_lengths) for _ in range(2))
     for transport, between in plan.messages.items():
-        there, back = plan.sizes.on_wire(transport, direction)
+        row_bytes, answer_bytes = plan.sizes.on_wire(transport, direction)
         if direction == "forward":
-            there += plan.sizes.batch * plan.sizes.padding
+            row_bytes += plan.sizes.batch * plan.sizes.padding
         for (source, destination), message in between.items():
             if source != destination:
-                sent[source] += there * message.size
-                sent[destination] += back * message.size
-                received[destination] += there * message.size
-                received[source] += back * message.size
+                sent[source] += row_bytes * message.size
+                sent[destination] += answer_bytes * message.size
+                received[destination] += row_bytes * message.size
+                received[source] += answer_bytes * message.size
     return sent, received
 
 
+# What `ring.rank.passes` holds in the course of a forward or backward; a change of its order is a change here:
+#
+#     step of passes             held beside the call's tensors             counted by
+#     _fused_forward/_backward   sums of the kernels' passes                one_fused
+#     _beside_forward/_backward  sums of the touched rows, to the end:      one_touched
+#       _start_gathers, exchange   rows being packed for other ranks        _exchange_bytes()[0]
+#       blocks.forward/backward    rows on their way, one block's copies    _exchange_bytes()[1], _Block.memory
+#       answer.wait, merge, add    answers, and the rows that add them up   _exchange_bytes()[2], _Block.copies
+#
+# The peak of a rank is its call's tensors and index tables, and the larger of the fused call and the steps beside it.
+
+
 def _memory(plan: RingPlan, rank: int, direction: str) -> int:
-    # Bytes at the highest point: in the fused call, in a block beside it, or where answers come home.
+    # Bytes at the highest point of the table above.
     sizes, group, fused = plan.sizes, plan.sizes.group, plan.fused(rank)
     rows = plan.shard_lengths[rank] * sizes.kv_heads
     # Plain kernels serve what the warp-specialised ones do not. Where they take several passes, these keep sums.
@@ -204,8 +217,8 @@ def _memory(plan: RingPlan, rank: int, direction: str) -> int:
     )
     touched += sum(block.queries for block in blocks if block.is_local)
     touched = min(touched, rows)
-    held = [_held(plan, rank, direction, transport) for transport in plan.messages]
-    at_packing, at_work, at_answers = map(sum, zip((0, 0, 0), *held, strict=True))
+    exchanges = [_exchange_bytes(plan, rank, direction, transport) for transport in plan.messages]
+    at_packing, at_work, at_answers = map(sum, zip((0, 0, 0), *exchanges, strict=True))
     at_work += max((block.memory(sizes, direction) for block in blocks), default=0)
     if direction == "backward":  # the queries of the last block
         at_answers += max((block.copies(sizes) for block in blocks), default=0)
@@ -239,21 +252,26 @@ def _blocks(plan: RingPlan, rank: int, number: int, is_fused: bool) -> Iterator[
     # What a rank computes of a branch apart from its fused call, as `rank.layout` cuts it.
     branch, padding = plan.branches[number], plan.sizes.padding
     inside, w = branch.local[rank], branch.segment_length
-    whole = len(inside) // w
-    for segments, first in () if is_fused else ((whole, inside[:w]), (1, inside[whole * w :])):
-        groups = (rows_between(first, first.start, branch.dilation_rate, *each) for each in branch.groups.items())
+    full_segments = len(inside) // w
+    for segments, first in () if is_fused else ((full_segments, inside[:w]), (1, inside[full_segments * w :])):
+        groups = (
+            rows_between(first, first.start, branch.dilation_rate, *offset_heads)
+            for offset_heads in branch.groups.items()
+        )
         alike = [(segments * rows.size, segments * rows.size, rows.count) for rows in groups]
         yield from (replace(block, is_local=True) for block in _together(alike, padding))
-    for segment in (each for each in branch.shared if rank in each.ranks):
-        own, exchanged = segment.rows[rank], branch.transport == "all_to_all"
+    for segment in branch.shared:
+        if rank not in segment.ranks:
+            continue
+        own_rows, exchanged = segment.rows[rank], branch.transport == "all_to_all"
         if not is_fused and not exchanged:
-            yield from _together([(rows.size, rows.size, rows.count) for rows in own], padding)
+            yield from _together([(rows.size, rows.size, rows.count) for rows in own_rows], padding)
         for sources in [[rank] for rank in segment.ranks] if branch.transport == "ring" else [segment.ranks]:
             arriving = [segment.crossing(source, rank, branch.transport, plan.is_causal) for source in sources]
             pairs = []
-            for group, mine in enumerate(own):
-                rows = [each[group] for each in arriving if group in each]
-                keys, count = sum(each.size for each in rows), sum(each.count for each in rows)
+            for group, mine in enumerate(own_rows):
+                pieces = [rows[group] for rows in arriving if group in rows]
+                keys, count = sum(rows.size for rows in pieces), sum(rows.count for rows in pieces)
                 queries = (keys, count) if exchanged else (mine.size, mine.count)
                 pairs.append((queries[0], keys, (queries[1], count)))
             yield from _together(pairs, padding)
@@ -267,46 +285,50 @@ def _together(pairs: list[tuple], padding: int) -> Iterator[_Block]:
             key = size, group if padding else 0
             before = alike.get(key, (0, 0))
             alike[key] = before[0] + queries, before[1] + keys
-    return (_Block(*each) for each in alike.values())
+    return (_Block(*sizes) for sizes in alike.values())
 
 
-def _held(plan: RingPlan, rank: int, direction: str, transport: str) -> tuple[int, int, int]:
+def _exchange_bytes(plan: RingPlan, rank: int, direction: str, transport: str) -> tuple[int, int, int]:
     # Bytes of an exchange: while its rows are packed, while a block is computed, and while answers are added up.
     sizes, messages = plan.sizes, plan.messages[transport].items()
-    there, back = sizes.on_wire(transport, direction)
+    row_bytes, answer_bytes = sizes.on_wire(transport, direction)
     out = [message.size for (source, _), message in messages if source == rank]
     into = {source: message.size for (source, destination), message in messages if destination == rank}
     if transport == "ring":
-        return _held_by_ring(plan, rank, direction, out, into)
+        return _ring_bytes(plan, rank, direction, out, into)
     out, into = sum(out), sum(into.values())
-    held = there * (out + into) + _padding(sizes, direction, out, into)
+    buffers = row_bytes * (out + into) + _padding(sizes, direction, out, into)
     if transport == "all_gather":  # answers, and a copy of those that are added up at once: no row comes twice
         copy = min(out, plan.shard_lengths[rank] * sizes.kv_heads)
-        return 2 * there * out, held + back * into, held + back * (into + out + copy)
+        return 2 * row_bytes * out, buffers + answer_bytes * into, buffers + answer_bytes * (into + out + copy)
     row, queries = sizes.batch * sizes.row, sizes.group
     if direction == "forward":  # the sums of out and lse, which are rounded into the answer
         sums = sizes.batch * queries * (sizes.summed_row + sizes.sum) * into
-        return 2 * there * out, held + sums, held + back * (into + out) + max(sums, back * out)
+        return (
+            2 * row_bytes * out,
+            buffers + sums,
+            buffers + answer_bytes * (into + out) + max(sums, answer_bytes * out),
+        )
     # The exchanged q, k and v are kept; so is the own out that delta is of. `product` stands for the others'.
-    held += sizes.on_wire(transport, "forward")[0] * into + queries * row * out + back * into
+    buffers += sizes.on_wire(transport, "forward")[0] * into + queries * row * out + answer_bytes * into
     product, copy = queries * row * into, sizes.batch * max(queries, 2) * sizes.summed_row * out
-    return 2 * there * out, held + product, held + back * out + max(product, copy)
+    return 2 * row_bytes * out, buffers + product, buffers + answer_bytes * out + max(product, copy)
 
 
-def _held_by_ring(
+def _ring_bytes(
     plan: RingPlan, rank: int, direction: str, out: list[int], into: dict[int, int]
 ) -> tuple[int, int, int]:
     # One buffer is filled while the other is read.
     sizes, ranks = plan.sizes, len(plan.shard_lengths)
-    there, back = sizes.on_wire("ring", direction)
+    row_bytes, answer_bytes = sizes.on_wire("ring", direction)
     most_out, most_into = max(out, default=0), max(into.values(), default=0)
     both_out, both_into = most_out * min(2, len(out)), most_into * min(2, len(into))
-    held = (there + back) * both_into + _padding(sizes, direction, both_out, both_into)
+    buffers = (row_bytes + answer_bytes) * both_into + _padding(sizes, direction, both_out, both_into)
     # Answers to the rows of one step travel while the next is computed.
-    travelling = back * both_out if any((rank - source) % ranks > 1 for source in into) else 0
-    packing = there * most_out * (min(3, len(out)) + 1)  # k, v and both, while the two steps before are held
-    answers = there * both_out + back * (both_out + most_out)
-    return 0, held + there * both_out + travelling, held + max(packing, answers)
+    travelling = answer_bytes * both_out if any((rank - source) % ranks > 1 for source in into) else 0
+    packing = row_bytes * most_out * (min(3, len(out)) + 1)  # k, v and both, while the two steps before are held
+    answers = row_bytes * both_out + answer_bytes * (both_out + most_out)
+    return 0, buffers + row_bytes * both_out + travelling, buffers + max(packing, answers)
 
 
 def _padding(sizes: Sizes, direction: str, out: int, into: int) -> int:
@@ -333,8 +355,8 @@ def _pairs(plan: RingPlan, rank: int) -> int:
         computed = [(range(start, start + plan.shard_lengths[rank]), branch.kv_heads)]
         if branch.transport == "all_to_all":
             computed = [(branch.local[rank], branch.kv_heads)]
-            some = [segment for segment in branch.shared if rank in segment.ranks]
-            computed += [(range(segment.start, segment.stop), segment.computed[rank]) for segment in some]
+            shared = [segment for segment in branch.shared if rank in segment.ranks]
+            computed += [(range(segment.start, segment.stop), segment.computed[rank]) for segment in shared]
         for (queries, kv_heads), (offset, heads) in product(computed, branch.groups.items()):
             before, upto = (
                 pairs_before(stop, length, branch.dilation_rate, offset, branch.segment_length, plan.is_causal)
@@ -348,10 +370,10 @@ def _branch_table(plan: RingPlan) -> str:
     titles = ("branch", "segment_length", "dilation_rate", "ranks a segment", "MB a rank", "transport", "why")
     rows = []
     for number, branch in enumerate(plan.branches):
-        most = max((len(segment.ranks) for segment in branch.shared), default=1)
+        most_ranks = max((len(segment.ranks) for segment in branch.shared), default=1)
         megabytes = amount(branch.bytes_forward / 1e6)
         shape = f"{branch.segment_length:,}", f"{branch.dilation_rate:,}"
-        rows.append((str(number), *shape, str(most), megabytes, branch.transport, branch.reason))
+        rows.append((str(number), *shape, str(most_ranks), megabytes, branch.transport, branch.reason))
     return aligned(titles, rows, words=2)
 
 
@@ -364,7 +386,7 @@ def _rank_table(plan: RingPlan) -> str:
         flop_at_speed_1 = sum(cost.flop_forward for cost in plan.ranks) / sum(plan.speeds) or 1
     lines = []
     for rank, (length, cost) in enumerate(zip(plan.shard_lengths, plan.ranks, strict=True)):
-        line = [f"{length:,}", *(amount(each / unit) for each, unit in zip(astuple(cost), units, strict=True))]
+        line = [f"{length:,}", *(amount(quantity / unit) for quantity, unit in zip(astuple(cost), units, strict=True))]
         if plan.speeds:
             line.append(f"{cost.flop_forward / plan.speeds[rank] / flop_at_speed_1:.0%}")
         lines.append(line)
@@ -375,8 +397,8 @@ def by_rank(titles: tuple[str, ...], lines: list[list[str]]) -> str:
     """A table with a line for each rank, or for several whose lines are alike."""
     rows = []
     for line, alike in groupby(range(len(lines)), key=lines.__getitem__):
-        first, *others = alike
-        rows.append((f"{first}-{others[-1]}" if others else str(first), *line))
+        first, *later = alike
+        rows.append((f"{first}-{later[-1]}" if later else str(first), *line))
     return aligned(("rank", *titles), rows)
 
 
@@ -387,10 +409,10 @@ def amount(value: float) -> str:
 
 def aligned(titles: tuple[str, ...], rows: list[tuple[str, ...]], words: int = 0) -> str:
     """A table, numbers to the right; so many of the last columns are words."""
-    sides = ">" * (len(titles) - words) + "<" * words
+    alignments = ">" * (len(titles) - words) + "<" * words
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = []
     for row in (titles, *rows):
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+        cells = (f"{cell:{alignment}{width}}" for cell, alignment, width in zip(row, alignments, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -68,16 +68,16 @@ class HaloPlan:
         return tuple(map(self._arriving, range(self.shards.ranks)))
 
     def _arriving(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = []
+        by_window = []
         for near in dict.fromkeys(self.neighbourhoods):
-            heads = [head for head, each in enumerate(self.neighbourhoods) if each == near]
+            heads = [head for head, neighbourhood in enumerate(self.neighbourhoods) if neighbourhood == near]
             heads = torch.tensor(heads, device="cpu")
             cells = self.shards.reached(near, rank)
             source = self.shards.owner(self.shape, cells)
             cells, source = cells[source != rank], source[source != rank]
             rows = cells[:, None], heads, source[:, None]
-            found.append([x.expand(len(cells), len(heads)).flatten() for x in rows])
-        cells, heads, source = map(torch.cat, zip(*found, strict=True))
+            by_window.append([x.expand(len(cells), len(heads)).flatten() for x in rows])
+        cells, heads, source = map(torch.cat, zip(*by_window, strict=True))
         order = source.argsort(stable=True)
         return cells[order], heads[order], source[order]
 
@@ -94,29 +94,29 @@ class HaloPlan:
         return tuple(map(self._cost, range(self.shards.ranks)))
 
     def interior(self, rank: int) -> Box | None:
-        """The rank's queries that see only its own keys; None if there are none, and for `Runs`, which wait."""
+        """The rank's queries that see only its own keys; None without any, and for `Runs`, whose queries all wait."""
         if isinstance(self.shards, Runs):
             return None
-        own = self.shards.box(self.shape, rank)
+        box = self.shards.box(self.shape, rank)
         lines = []
-        for n, cells in enumerate(own):
+        for n, cells in enumerate(box):
             inside = [interior(near.axes[n], cells) for near in set(self.neighbourhoods)]
             lines.append(range(max(x.start for x in inside), min(x.stop for x in inside)))
         return tuple(lines) if all(lines) else None
 
     def border(self, rank: int) -> tuple[Slab, ...]:
         """The rank's other queries, as up to two slabs for each axis; one of all queries where none is interior."""
-        own = self.own(rank)
-        if not all(own):
+        box = self.own(rank)
+        if not all(box):
             return ()
         inside, slabs = self.interior(rank), []
         if inside is None:
-            slabs.append(own)
+            slabs.append(box)
         else:
-            for n, (cells, within) in enumerate(zip(own, inside, strict=True)):
-                for side in (range(cells.start, within.start), range(within.stop, cells.stop)):
-                    if side:
-                        slabs.append((*inside[:n], side, *own[n + 1 :]))
+            for n, (cells, within) in enumerate(zip(box, inside, strict=True)):
+                for outer in (range(cells.start, within.start), range(within.stop, cells.stop)):
+                    if outer:
+                        slabs.append((*inside[:n], outer, *box[n + 1 :]))
         return tuple(Slab(queries, self._keys(queries)) for queries in slabs)
 
     def own(self, rank: int) -> Box:
@@ -143,9 +143,9 @@ class HaloPlan:
         cells = self.shards.count(self.shape, rank)
         inside = self.interior(rank)
         inner = prod(map(len, inside)) if inside else 0
-        there = sizes.batch * (2 * sizes.row + sizes.padding)  # k, v and whether they are padded
-        back = sizes.batch * 2 * sizes.summed_row  # dk and dv
-        traffic = out * there, into * there, into * back, out * back
+        row_bytes = sizes.batch * (2 * sizes.row + sizes.padding)  # k, v and whether they are padded
+        grad_bytes = sizes.batch * 2 * sizes.summed_row  # dk and dv
+        traffic = out * row_bytes, into * row_bytes, into * grad_bytes, out * grad_bytes
         return HaloCost(cells, *traffic, inner, cells - inner, *self._memory(rank, cells, out, into))
 
     def _memory(self, rank: int, cells: int, out: int, into: int) -> tuple[int, int]:
@@ -157,19 +157,20 @@ class HaloPlan:
         q, lse = heads * sizes.row, heads * sizes.sum
         kv, sums = 2 * kv_heads * sizes.row, 2 * kv_heads * sizes.summed_row
         arrived, sent = 2 * sizes.row * into, 2 * sizes.row * out
-        copies = int(bool(self.interior(rank)))  # of what belongs to the queries of a border; of all there are none
+        # Without an interior the one border takes the tensors of its queries as they lie: no copies.
+        copies = 1 if self.interior(rank) else 0
         # q, k, v, out and lse; of a border q, and k and v in a frame; its out and lse are kept to the end
-        kept = copies * sum((q + lse) * queries for queries, _ in borders)
-        one = max((copies * q * queries + kv * keys for queries, keys in borders), default=0)
-        forward = cells * (2 * q + kv + lse) + max(2 * sent, sent + arrived, arrived + kept + one)
+        border_results = copies * sum((q + lse) * queries for queries, _ in borders)
+        border_inputs = max((copies * q * queries + kv * keys for queries, keys in borders), default=0)
+        forward = cells * (2 * q + kv + lse) + max(2 * sent, sent + arrived, arrived + border_results + border_inputs)
         # q, k, v, out, dout, dq, dk, dv, lse and delta; of a border the same, with sums of dk and dv in a frame
         backward = cells * (4 * q + (1 + copies) * kv + 2 * lse) + arrived
         answers, arriving = 2 * sizes.summed_row * into, 2 * sizes.summed_row * out
-        kept = sum(copies * q * queries + sums * keys for queries, keys in borders)
-        one = max((copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders), default=0)
+        border_results = sum(copies * q * queries + sums * keys for queries, keys in borders)
+        border_inputs = max((copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders), default=0)
         # In the end sums of dk and dv, and these rounded, of all rows that do not come from the interior alone.
         touched = min(cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
-        backward += kept + max(answers + max(one, arriving), arriving + touched * (kv + sums))
+        backward += border_results + max(answers + max(border_inputs, arriving), arriving + touched * (kv + sums))
         return sizes.batch * forward, sizes.batch * backward
 
     @property
@@ -185,7 +186,7 @@ class HaloPlan:
         sizes, grid = self.sizes, " x ".join(map(str, self.shape))
         along = [str(n) for n, axis in enumerate(self.neighbourhoods[0].axes) if axis.is_causal]
         causal = f"causal along {' and '.join(along)}, " if along else ""
-        windows = " and ".join(" x ".join(map(str, each.window)) for each in dict.fromkeys(self.neighbourhoods))
+        windows = " and ".join(" x ".join(map(str, near.window)) for near in dict.fromkeys(self.neighbourhoods))
         return (
             f"{grid} cells on {self.shards.ranks} ranks, window {windows}, {causal}batch {sizes.batch}, "
             f"{sizes.heads} heads, {sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, "
@@ -246,6 +247,6 @@ def _rank_table(plan: HaloPlan) -> str:
     lines = []
     for cost in plan.ranks:
         cells, *traffic, inner, outer, forward, backward = astuple(cost)
-        line = [f"{cells:,}", *(amount(each / 1e6) for each in traffic), f"{inner:,}", f"{outer:,}"]
+        line = [f"{cells:,}", *(amount(size / 1e6) for size in traffic), f"{inner:,}", f"{outer:,}"]
         lines.append([*line, amount(forward / 1e9), amount(backward / 1e9)])
     return by_rank((*titles, "GB of memory", "backward"), lines)

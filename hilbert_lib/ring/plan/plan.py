@@ -117,10 +117,10 @@ def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan
 
 def _check_heads_suffice(bare: RingPlan) -> None:
     for number, branch in enumerate(bare.branches):
-        most, heads = max((len(s.ranks) for s in branch.shared), default=0), len(branch.kv_heads)
-        if most > heads:
+        sharers, heads = max((len(s.ranks) for s in branch.shared), default=0), len(branch.kv_heads)
+        if sharers > heads:
             raise ValueError(
-                f"transport='all_to_all' needs at least one KV head a rank: {most} ranks share a segment of branch "
+                f"transport='all_to_all' needs at least one KV head a rank: {sharers} ranks share a segment of branch "
                 f"{number} (segment length {branch.segment_length}), which has {heads}; ring and all_gather serve"
             )
 

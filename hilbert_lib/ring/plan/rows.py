@@ -55,8 +55,8 @@ def rows_between(positions: range, segment_start: int, rate: int, offset: int, k
     return Rows(segment_start + offset + before * rate, count, rate, kv_heads)
 
 
-def pack(wanted: Iterable[Rows]) -> Message:
-    """The message that holds all wanted rows: of a coarser branch those that no finer branch's piece holds.
+def pack(needed_rows: Iterable[Rows]) -> Message:
+    """The message that holds all needed rows; a coarser branch adds those rows that no finer branch's piece holds.
 
     No (position, head) is in it twice where r_i divides r_j, both divide their segment lengths, and offsets are "head".
 
@@ -65,10 +65,10 @@ def pack(wanted: Iterable[Rows]) -> Message:
     [(0, 8), (16, 4)]
     """
     pieces: list[Rows] = []
-    for needed in sorted(wanted, key=lambda rows: (rows.step, -rows.count)):
+    for needed in sorted(needed_rows, key=lambda rows: (rows.step, -rows.count)):
         missing = [needed]
         for piece in pieces:
-            missing = [side for rows in missing for side in _outside(rows, piece)]
+            missing = [rest for rows in missing for rest in _outside(rows, piece)]
         pieces += missing
     return Message(tuple(pieces))
 
@@ -80,5 +80,5 @@ def _outside(rows: Rows, piece: Rows) -> list[Rows]:
     stop = min(rows.count, (piece.last - rows.first) // rows.step + 1)
     if not on_progression or start >= stop or not all(head in piece.kv_heads for head in rows.kv_heads):
         return [rows]
-    sides = rows.take(0, start), rows.take(stop, rows.count - stop)
-    return [side for side in sides if side.count]
+    rests = rows.take(0, start), rows.take(stop, rows.count - stop)
+    return [rest for rest in rests if rest.count]

@@ -27,15 +27,15 @@ class SharedSegment:
         """
         if source not in self.ranks or destination not in self.ranks:
             return {}
-        held = dict(enumerate(self.rows[source]))
+        by_group = dict(enumerate(self.rows[source]))
         if transport == "all_to_all":
             heads = self.computed[destination]
-            held = {n: replace(rows, kv_heads=common_heads(rows.kv_heads, heads)) for n, rows in held.items()}
+            by_group = {n: replace(rows, kv_heads=common_heads(rows.kv_heads, heads)) for n, rows in by_group.items()}
         elif source == destination or (is_causal and source > destination):
             return {}
         else:
-            held = {n: rows for n, rows in held.items() if self.rows[destination][n].count}
-        return {n: rows for n, rows in held.items() if rows.size}
+            by_group = {n: rows for n, rows in by_group.items() if self.rows[destination][n].count}
+        return {n: rows for n, rows in by_group.items() if rows.size}
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def cut_branch(pattern: DilatedPattern, branch: int, shard_lengths: tuple[int, .
     shared = []
     for index in sorted({end // w for end in ends if end % w and end < length}):
         start, stop = index * w, min((index + 1) * w, length)
-        held = {rank: range(max(shard.start, start), min(shard.stop, stop)) for rank, shard in enumerate(shards)}
-        ranks = tuple(rank for rank, positions in held.items() if positions)
-        rows = {rank: tuple(rows_between(held[rank], start, r, *group) for group in groups.items()) for rank in ranks}
+        inside = {rank: range(max(shard.start, start), min(shard.stop, stop)) for rank, shard in enumerate(shards)}
+        ranks = tuple(rank for rank, positions in inside.items() if positions)
+        rows = {rank: tuple(rows_between(inside[rank], start, r, *group) for group in groups.items()) for rank in ranks}
         computed = _split(pattern.branch_heads(branch, kv_heads), ranks)
         shared.append(SharedSegment(start, stop, ranks, rows, computed))
     return BranchPlan(w, r, groups, tuple(local), tuple(shared))
@@ -87,10 +87,10 @@ def _split(heads: tuple[int, ...], ranks: tuple[int, ...]) -> dict[int, range]:
 
 def messages_for(branches: Iterable[BranchPlan], transport: str, is_causal: bool) -> dict[tuple[int, int], Message]:
     """What crosses between two ranks, for all branches of one transport, by (source, destination)."""
-    wanted: dict[tuple[int, int], tuple[Rows, ...]] = {}
+    crossing_rows: dict[tuple[int, int], tuple[Rows, ...]] = {}
     for segment in (segment for branch in branches for segment in branch.shared):
         for between in product(segment.ranks, repeat=2):
             crossing = segment.crossing(*between, transport, is_causal)
-            wanted[between] = wanted.get(between, ()) + tuple(crossing.values())
+            crossing_rows[between] = crossing_rows.get(between, ()) + tuple(crossing.values())
     packed = cache(pack)  # several ranks often want the same from one
-    return {between: packed(rows) for between, rows in wanted.items() if rows}
+    return {between: packed(rows) for between, rows in crossing_rows.items() if rows}

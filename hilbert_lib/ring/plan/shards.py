@@ -12,7 +12,7 @@ from hilbert_lib import checks
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 
-Box = tuple[range, ...]  # cells along each axis; where an axis wraps, past its end stands for from 0
+Box = tuple[range, ...]  # cells along each axis; on an axis that wraps, index `cells + i` means cell `i`
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Rectangles:
         self.check(shape)
         rank = checks.integer("rank", rank, least=0, most=self.ranks - 1)
         place = [rank // prod(self.parts[n + 1 :]) % count for n, count in enumerate(self.parts)]
-        return tuple(range(*self._ends(shape, n)[at : at + 2]) for n, at in enumerate(place))
+        return tuple(range(*self._ends(shape, n)[part : part + 2]) for n, part in enumerate(place))
 
     def count(self, shape: tuple[int, ...], rank: int) -> int:
         """How many cells a rank holds."""
@@ -100,13 +100,15 @@ class Rectangles:
         """Where a rank stores each of some cells of its own."""
         box = self.box(shape, rank)
         _check_cells(shape, cells)
-        inside = [line - own.start for line, own in zip(torch.unravel_index(cells, shape), box, strict=True)]
-        return positions_of(inside, [len(own) for own in box])
+        inside = [line - span.start for line, span in zip(torch.unravel_index(cells, shape), box, strict=True)]
+        return positions_of(inside, [len(span) for span in box])
 
     def reached(self, neighbourhood: Neighbourhood, rank: int) -> Tensor:
         """The positions that the windows of a rank's queries reach, ascending."""
         box = self.box(neighbourhood.shape, rank)
-        lines = [line_reached(axis, own).nonzero()[:, 0] for axis, own in zip(neighbourhood.axes, box, strict=True)]
+        lines = [
+            line_reached(axis, queries).nonzero()[:, 0] for axis, queries in zip(neighbourhood.axes, box, strict=True)
+        ]
         return positions(lines, neighbourhood.shape)
 
     def _ends(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
@@ -119,11 +121,11 @@ def _compact_parts(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
 
     def border(parts: tuple[int, ...]) -> int:
-        sides = [-(-n // count) for n, count in zip(shape, parts, strict=True)]
-        # Of a part in the middle, which has another on both sides of an axis that is cut more than once.
-        return sum(prod(sides) // side * min(count - 1, 2) for side, count in zip(sides, parts, strict=True))
+        lengths = [-(-n // count) for n, count in zip(shape, parts, strict=True)]
+        # The border of a part in the middle: an axis cut more than once has neighbours on both sides of it.
+        return sum(prod(lengths) // length * min(count - 1, 2) for length, count in zip(lengths, parts, strict=True))
 
-    return min((each for each in product(counts, repeat=len(shape)) if prod(each) == ranks), key=border)
+    return min((cut for cut in product(counts, repeat=len(shape)) if prod(cut) == ranks), key=border)
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,8 @@ def line_reached(axis: Axis, queries: range) -> Tensor:
 
 @lru_cache(maxsize=8)  # a plan asks for the same axes again for every rank
 def _windows(axis: Axis) -> tuple[Tensor, Tensor]:
-    # The first key of each cell's window, and how many it has; where they go round, past the end stands for from 0.
+    # The first key of each cell's window, and how many keys it has. On an axis that wraps, the window may pass the end:
+    # index `cells + i` means cell `i`.
     cell = torch.arange(axis.cells, device="cpu")
     (rank, count), first = axis.ranks(cell), axis.start(cell)
     if axis.edge == "wrap":
@@ -226,20 +229,21 @@ def _windows(axis: Axis) -> tuple[Tensor, Tensor]:
     return first * axis.dilation + cell % axis.dilation, end - first
 
 
-def _reached(axis: Axis, own: range, queries: Tensor) -> Tensor:
-    # Of queries (own, ...), bool: a window adds 1 where it begins and takes it away past its end, in steps of dilation.
+def _reached(axis: Axis, span: range, queries: Tensor) -> Tensor:
+    # Whether each cell (cells, ...) is a key of one of the queries (span, ...), bool.
+    # A window adds 1 where it begins and takes it away past its end; the sum in steps of dilation is then above 0.
     reached = torch.zeros(axis.cells, *queries.shape[1:], dtype=torch.bool, device="cpu")
-    if not own:
+    if not span:
         return reached
-    first, seen = (x[own.start : own.stop] for x in _windows(axis))
-    past = first + seen * axis.dilation
+    first, keys = (x[span.start : span.stop] for x in _windows(axis))
+    past = first + keys * axis.dilation
     begin = int(first.min()) // axis.dilation * axis.dilation
     steps = (int(past.max()) - begin) // axis.dilation + 1
     change = torch.zeros(steps * axis.dilation, *queries.shape[1:], dtype=torch.int32, device="cpu")
     change.index_add_(0, first - begin, queries.int())
     change.index_add_(0, past - begin, -queries.int())
-    found = change.unflatten(0, (steps, axis.dilation)).cumsum(0).flatten(0, 1) > 0
-    inside, round_ = found[: axis.cells - begin], found[axis.cells - begin :][: axis.cells]
+    is_reached = change.unflatten(0, (steps, axis.dilation)).cumsum(0).flatten(0, 1) > 0
+    inside, round_ = is_reached[: axis.cells - begin], is_reached[axis.cells - begin :][: axis.cells]
     reached[begin : begin + len(inside)] = inside
     reached[: len(round_)] |= round_
     return reached
@@ -252,28 +256,28 @@ def positions(lines: list[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 def positions_of(cells: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The positions of cells in a box of this shape, row by row."""
-    found = cells[0]
-    for line, side in zip(cells[1:], shape[1:], strict=True):
-        found = found * side + line
-    return found
+    position = cells[0]
+    for line, axis_length in zip(cells[1:], shape[1:], strict=True):
+        position = position * axis_length + line
+    return position
 
 
-def interior(axis: Axis, own: range) -> range:
-    """The longest run of an axis' own queries whose windows stay among the own cells."""
-    if len(own) == axis.cells:  # windows that go round stay too
-        return own
-    first, seen = (x[own.start : own.stop] for x in _windows(axis))
-    cell, last = torch.arange(own.start, own.stop, device="cpu"), first + (seen - 1) * axis.dilation
-    outside = cell[(first < own.start) | (last >= own.stop)].tolist()
-    return max((range(a + 1, b) for a, b in pairwise([own.start - 1, *outside, own.stop])), key=len)
+def interior(axis: Axis, cells: range) -> range:
+    """The longest run of queries among a rank's `cells` of an axis whose windows stay among these cells."""
+    if len(cells) == axis.cells:  # windows that go round stay too
+        return cells
+    first, keys = (x[cells.start : cells.stop] for x in _windows(axis))
+    query, last = torch.arange(cells.start, cells.stop, device="cpu"), first + (keys - 1) * axis.dilation
+    outside = query[(first < cells.start) | (last >= cells.stop)].tolist()
+    return max((range(a + 1, b) for a, b in pairwise([cells.start - 1, *outside, cells.stop])), key=len)
 
 
 def hull(axis: Axis, reached: Tensor) -> range:
-    """The shortest run of cells that holds all reached ones; where the axis wraps it may go round."""
+    """The shortest run of cells that holds all reached ones. On an axis that wraps, it may pass the end."""
     cells = reached.nonzero()[:, 0]
     if axis.edge != "wrap" or len(cells) == axis.cells:
         return range(int(cells[0]), int(cells[-1]) + 1)
     gaps = cells.diff(append=cells[:1] + axis.cells)
-    at = int(gaps.argmax())
-    first = int(cells[(at + 1) % len(cells)])
-    return range(first, first + axis.cells - int(gaps[at]) + 1)
+    widest_gap = int(gaps.argmax())
+    first = int(cells[(widest_gap + 1) % len(cells)])
+    return range(first, first + axis.cells - int(gaps[widest_gap]) + 1)

@@ -10,7 +10,7 @@ from hilbert_lib.attention.backends.parts import add_patterns, given_to_patterns
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.patterns.union import Union
 from hilbert_lib.ring.rank.blocks import Job
-from hilbert_lib.ring.rank.exchange import Kept
+from hilbert_lib.ring.rank.exchange import Saved
 from hilbert_lib.ring.rank.halo import HaloJob
 
 
@@ -18,10 +18,10 @@ class Passes(Protocol):
     """What computes a job: `passes` along a sequence, `halo` on a grid."""
 
     @staticmethod
-    def forward(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]: ...
+    def forward(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]: ...
 
     @staticmethod
-    def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: object, saved: Kept) -> Tensors: ...
+    def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: object, saved: Saved) -> Tensors: ...
 
 
 def by_pattern(tensors: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
@@ -41,7 +41,7 @@ class RankCall:
     passes: Passes
     jobs: tuple[Job | HaloJob, ...]  # one for each pattern
 
-    def forward(self, tensors: Tensors, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, list[Kept]]:
+    def forward(self, tensors: Tensors, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, list[Saved]]:
         """Output, lse, and what the backward of each pattern needs of other ranks.
 
         `confirm` is called before anything is sent.
@@ -49,7 +49,7 @@ class RankCall:
         if len(self.jobs) == 1:
             out, lse, saved = self.passes.forward(tensors, self.jobs[0], confirm)
             return out, lse, [saved]
-        saved_by_pattern: list[Kept] = []
+        saved_by_pattern: list[Saved] = []
 
         def results() -> Iterator[tuple[Tensor, Tensor]]:
             before_sending = confirm
@@ -63,7 +63,7 @@ class RankCall:
         return out, lse, saved_by_pattern
 
     def backward(
-        self, dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, saved_by_pattern: list[Kept]
+        self, dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, saved_by_pattern: list[Saved]
     ) -> Tensors:
         """Gradients of a rank's tensors, from the gradient of its out, and what `forward` returned."""
         if len(self.jobs) == 1:

@@ -28,10 +28,10 @@ def packed(k: Tensor, v: Tensor, layout: HaloLayout) -> Tensor:
 def framed(
     k: Tensor, v: Tensor, received: Tensor, border: Border, by_query: Sequence[Tensor], lse: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """k and v in a border's frame; and of its queries the rows of tensors by query, and lse (batch, heads, queries)."""
+    """k and v in a border's frame; the rows of its queries, of each of `by_query` and of lse (batch, heads, rows)."""
     if kernel_serves(k):
         return _framed_by_kernel(k, v, received, border, by_query, lse)
-    places, rows = border.theirs
+    places, rows = border.their_rows
     frames = [x.index_select(1, border.filled) for x in (k, v)]
     for n, frame in enumerate(frames):
         by_head = frame.view(len(frame), -1, frame.shape[-1])
@@ -40,67 +40,74 @@ def framed(
             by_head.index_fill_(1, border.lacking, 0.0)
     if border.queries is None:
         return frames, list(by_query), lse
-    found = [x.index_select(1, border.queries) for x in by_query]
-    return frames, found, None if lse is None else lse.index_select(2, border.queries)
+    query_rows = [x.index_select(1, border.queries) for x in by_query]
+    return frames, query_rows, None if lse is None else lse.index_select(2, border.queries)
 
 
 def placed(
-    whole: Tensor, parts: Sequence[Tensor], layout: HaloLayout, lse: Tensor | None = None, lses: Sequence[Tensor] = ()
+    shard_rows: Tensor,
+    border_rows: Sequence[Tensor],
+    layout: HaloLayout,
+    lse: Tensor | None = None,
+    lses: Sequence[Tensor] = (),
 ) -> None:
-    """Writes what borders found, of their queries, into the whole (batch, rows, heads, head_dim), and into lse."""
+    """Writes the rows of each border's queries into the shard's (batch, rows, heads, head_dim), and `lses` into lse."""
     queries = [border.queries for border in layout.borders]
-    if kernel_serves(whole):
+    if kernel_serves(shard_rows):
         from hilbert_lib.attention.triton.copies import Copy, scatter_rows
 
-        copies = [Copy(part, whole, at) for part, at in zip(parts, queries, strict=True)]
-        copies += [Copy(_by_row(part), _by_row(lse), at) for part, at in zip(lses, queries, strict=False)]
+        copies = [Copy(rows, shard_rows, places) for rows, places in zip(border_rows, queries, strict=True)]
+        copies += [Copy(_by_row(rows), _by_row(lse), places) for rows, places in zip(lses, queries, strict=False)]
         scatter_rows(copies)
         return
-    for part, at in zip(parts, queries, strict=True):
-        whole.index_copy_(1, at, part)
-    for part, at in zip(lses, queries, strict=False):
-        lse.index_copy_(2, at, part)
+    for rows, places in zip(border_rows, queries, strict=True):
+        shard_rows.index_copy_(1, places, rows)
+    for rows, places in zip(lses, queries, strict=False):
+        lse.index_copy_(2, places, rows)
 
 
-def answered(found: Sequence[Tensors], received: Tensor, layout: HaloLayout, dtype: torch.dtype) -> Tensor:
+def answered(border_grads: Sequence[Tensors], received: Tensor, layout: HaloLayout, dtype: torch.dtype) -> Tensor:
     """Gradients of the received rows, (rows, 2, batch, head_dim): the borders', one after the other."""
     if kernel_serves(received):
         from hilbert_lib.attention.triton.copies import Part, sum_rows
 
         answer = received.new_empty(received.shape, dtype=dtype)
-        parts = [Part(more.k, more.v, border.received) for border, more in zip(layout.borders, found, strict=True)]
+        parts = [
+            Part(part.k, part.v, border.received) for border, part in zip(layout.borders, border_grads, strict=True)
+        ]
         sum_rows((_of_sent(answer, 0), _of_sent(answer, 1)), None, parts)
         return answer
     answer = received.new_zeros(received.shape, dtype=dtype)
-    for border, more in zip(layout.borders, found, strict=True):
-        places, rows = border.theirs
-        for n in (0, 1):  # each row once: no sum depends on chance
-            arrived = more[n + 1].flatten(1, 2).index_select(1, places)
+    for border, part in zip(layout.borders, border_grads, strict=True):
+        places, rows = border.their_rows
+        for n in (0, 1):  # no row twice in a border: no sum depends on chance
+            arrived = part[n + 1].flatten(1, 2).index_select(1, places)
             answer[:, n].index_add_(0, rows, arrived.transpose(0, 1))
     return answer
 
 
 def added(
-    grads: Sequence[Tensor] | None, found: Sequence[Tensors], answer: Tensor, k: Tensor, layout: HaloLayout
+    grads: Sequence[Tensor] | None, border_grads: Sequence[Tensors], answer: Tensor, k: Tensor, layout: HaloLayout
 ) -> list[Tensor]:
-    """Gradients of k and v: of the borders, of other ranks in their order, of the interior; those are added to.
+    """Gradients of k and v, summed in this order: the borders, other ranks by rank, the interior.
 
-    grads: of the interior; None where there is none, and all rows are touched. Each is rounded once.
+    grads: those of the interior, which are added to in place. None if there is no interior: then all rows are touched.
+    border_grads: the gradients of each border's tensors. Each sum is rounded once.
     """
     if kernel_serves(k):
-        return _added_by_kernel(grads, found, answer, k, layout)
+        return _added_by_kernel(grads, border_grads, answer, k, layout)
     sums = [answer.new_zeros(len(k), len(layout.touched), *k.shape[2:]) for _ in (0, 1)]
-    for border, more in zip(layout.borders, found, strict=True):
-        places, touched = border.own
+    for border, part in zip(layout.borders, border_grads, strict=True):
+        places, touched = border.own_rows
         for n in (0, 1):
-            sums[n].index_add_(1, touched, more[n + 1].index_select(1, places))
+            sums[n].index_add_(1, touched, part[n + 1].index_select(1, places))
     for span, touched in layout.answers:
         for n in (0, 1):
             sums[n].flatten(1, 2).index_add_(1, touched, answer[span, n].transpose(0, 1))
     if grads is None:
         return [x.to(k.dtype) for x in sums]
-    for grad, more in zip(grads, sums, strict=True):
-        grad.index_copy_(1, layout.touched, grad.index_select(1, layout.touched).add_(more))
+    for grad, total in zip(grads, sums, strict=True):
+        grad.index_copy_(1, layout.touched, grad.index_select(1, layout.touched).add_(total))
     return list(grads)
 
 
@@ -112,30 +119,30 @@ def _framed_by_kernel(
     batch, _, kv_heads, head_dim = k.shape
     frames = [k.new_empty(batch, len(border.filled), kv_heads, head_dim) for _ in (0, 1)]
     copies = [Copy(frames[n], x, border.frame, _of_sent(received, n)) for n, x in enumerate((k, v))]
-    found, found_lse = list(by_query), lse
+    query_rows, query_lse = list(by_query), lse
     if border.queries is not None:
-        found = [x.new_empty(batch, len(border.queries), *x.shape[2:]) for x in by_query]
-        copies += [Copy(own, x, border.queries) for own, x in zip(found, by_query, strict=True)]
+        query_rows = [x.new_empty(batch, len(border.queries), *x.shape[2:]) for x in by_query]
+        copies += [Copy(target, x, border.queries) for target, x in zip(query_rows, by_query, strict=True)]
     if border.queries is not None and lse is not None:
-        found_lse = lse.new_empty(*lse.shape[:2], len(border.queries))
-        copies.append(Copy(_by_row(found_lse), _by_row(lse), border.queries))
+        query_lse = lse.new_empty(*lse.shape[:2], len(border.queries))
+        copies.append(Copy(_by_row(query_lse), _by_row(lse), border.queries))
     gather_rows(copies)
-    return frames, found, found_lse
+    return frames, query_rows, query_lse
 
 
 def _added_by_kernel(
-    grads: Sequence[Tensor] | None, found: Sequence[Tensors], answer: Tensor, k: Tensor, layout: HaloLayout
+    grads: Sequence[Tensor] | None, border_grads: Sequence[Tensors], answer: Tensor, k: Tensor, layout: HaloLayout
 ) -> list[Tensor]:
     from hilbert_lib.attention.triton.copies import Answers, Part, sum_rows
 
-    parts = [Part(more.k, more.v, border.touched) for border, more in zip(layout.borders, found, strict=True)]
+    parts = [Part(part.k, part.v, border.touched) for border, part in zip(layout.borders, border_grads, strict=True)]
     totals = [k.new_empty(k.shape) for _ in (0, 1)] if grads is None else list(grads)
     sum_rows(tuple(totals), None if grads is None else layout.touched, parts, Answers(answer, layout.returned))
     return totals
 
 
 def _of_sent(rows: Tensor, n: int) -> Tensor:
-    # Of rows of k and v (rows, 2, batch, head_dim) those of one, as (batch, rows, 1, head_dim).
+    # k (n = 0) or v (n = 1) out of rows (rows, 2, batch, head_dim), as (batch, rows, 1, head_dim).
     return rows[:, n].transpose(0, 1)[:, :, None]
 
 

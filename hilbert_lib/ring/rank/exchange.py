@@ -13,15 +13,15 @@ from torch.distributed import ProcessGroup, Work
 from hilbert_lib.ring.rank.layout import Mail
 
 Packing = Callable[[Tensor], Tensor]  # from places of rows to the rows, as they are sent
-Kept = dict[str, Tensor]  # of other ranks' rows, by name: what a forward keeps for its backward
+Saved = dict[str, Tensor]  # tensors of other ranks' rows, by name, which a forward saves for its backward
 
 
-def alive(known: "ref[ProcessGroup]") -> ProcessGroup:
+def alive(group_ref: "ref[ProcessGroup]") -> ProcessGroup:
     """The group that a backward knows from its forward; RuntimeError if it was destroyed since.
 
     A result that outlives its group does not keep it: the group's threads would end with the interpreter, and abort.
     """
-    group = known()
+    group = group_ref()
     if group is None:
         raise RuntimeError("group was destroyed between the forward and the backward")
     return group

@@ -20,8 +20,8 @@ class Border:
     slots: Tensor | None  # as in `Request`
     queries: Tensor | None  # their rows in the shard; None for all
     filled: Tensor  # of each row of the frame the shard's that it holds, or 0 where that is another's
-    own: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
-    theirs: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; of those received
+    own_rows: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
+    their_rows: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; of those received
     lacking: Tensor | None  # rows of KV heads in the frame that are neither, which nobody sees; None for none
     # The same as a kernel looks it up, which walks over where rows go.
     frame: Tensor  # of each row of KV heads in the frame the shard's, or -2 - n for received row n, or -1 for none
@@ -60,17 +60,17 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
         rows.append(torch.stack([plan.shards.slot(plan.shape, cells, rank), heads]))
         sent.append(len(cells))
     rows, received = torch.cat(rows, 1), plan.arriving[rank][2].bincount(minlength=plan.shards.ranks)
-    inside, own, slabs = plan.interior(rank), plan.own(rank), plan.border(rank)
+    inside, own_box, slabs = plan.interior(rank), plan.own(rank), plan.border(rank)
     frames = [_frame(plan, rank, slab) for slab in slabs]
     stored = [_own_rows(plan, rank, frame) for frame in frames]
     touched = torch.arange(plan.shards.count(plan.shape, rank), device="cpu")
     if inside:
-        touched = torch.cat([rows[0], *(at for _, at in stored)]).unique()
+        touched = torch.cat([rows[0], *(shard_rows for _, shard_rows in stored)]).unique()
     borders = []
-    for slab, frame, (places, at) in zip(slabs, frames, stored, strict=True):
+    for slab, frame, (places, shard_rows) in zip(slabs, frames, stored, strict=True):
         queries = plan.shards.slot(plan.shape, _cells(slab.queries, plan.shape), rank) if inside else None
-        filled = torch.zeros(len(frame), dtype=torch.int64, device="cpu").index_copy_(0, places, at)
-        own_rows = places, torch.searchsorted(touched, at)
+        filled = torch.zeros(len(frame), dtype=torch.int64, device="cpu").index_copy_(0, places, shard_rows)
+        own_rows = places, torch.searchsorted(touched, shard_rows)
         theirs = _their_rows(plan, rank, frame)
         index = _slots(plan, frame), queries, filled, own_rows, theirs, _lacking(plan, len(frame), places, theirs[0])
         own_places = torch.full((len(touched),), -1, device="cpu").index_copy_(0, own_rows[1], places)
@@ -81,7 +81,7 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
     kv_heads = len(plan.neighbourhoods)
     returned = torch.searchsorted(touched, rows[:1]) * kv_heads + rows[1:]
     return HaloLayout(
-        GridPart(own, inside, own) if inside else None,
+        GridPart(own_box, inside, own_box) if inside else None,
         tuple(borders),
         touched.to(device),
         torch.cat([rows, returned]).to(device),
@@ -101,7 +101,7 @@ def _frame(plan: HaloPlan, rank: int, slab: Slab) -> Tensor:
 
 
 def _cells(box: Box, shape: tuple[int, ...]) -> Tensor:
-    lines = [torch.tensor(line, device="cpu") % side for line, side in zip(box, shape, strict=True)]
+    lines = [torch.tensor(line, device="cpu") % cells for line, cells in zip(box, shape, strict=True)]
     return positions(lines, shape)
 
 
@@ -115,32 +115,32 @@ def _their_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tenso
     # Of the rows received that lie in a frame: rows of KV heads in the frame, and which they are.
     cells, heads, _ = plan.arriving[rank]
     ordered, place = frame.sort()
-    at = torch.searchsorted(ordered, cells).clamp(max=len(frame) - 1)
-    found = (ordered[at] == cells).nonzero()[:, 0]
-    return place[at[found]] * len(plan.neighbourhoods) + heads[found], found
+    nearest = torch.searchsorted(ordered, cells).clamp(max=len(frame) - 1)
+    arrivals = (ordered[nearest] == cells).nonzero()[:, 0]
+    return place[nearest[arrivals]] * len(plan.neighbourhoods) + heads[arrivals], arrivals
 
 
-def _lacking(plan: HaloPlan, rows: int, own: Tensor, theirs: Tensor) -> Tensor | None:
-    held = torch.zeros(rows, len(plan.neighbourhoods), dtype=torch.bool, device="cpu")
-    held[own] = True
-    lacking = (~held.flatten().index_fill_(0, theirs, True)).nonzero()[:, 0]
+def _lacking(plan: HaloPlan, rows: int, own_places: Tensor, their_rows: Tensor) -> Tensor | None:
+    is_filled = torch.zeros(rows, len(plan.neighbourhoods), dtype=torch.bool, device="cpu")
+    is_filled[own_places] = True
+    lacking = (~is_filled.flatten().index_fill_(0, their_rows, True)).nonzero()[:, 0]
     return lacking if len(lacking) else None
 
 
-def _found_in_frame(plan: HaloPlan, filled: Tensor, own: Tensor, theirs: tuple[Tensor, Tensor]) -> Tensor:
+def _found_in_frame(plan: HaloPlan, filled: Tensor, own_places: Tensor, their_rows: tuple[Tensor, Tensor]) -> Tensor:
     heads = torch.arange(len(plan.neighbourhoods), device="cpu")
-    found = torch.full((len(filled), len(heads)), -1, device="cpu")
-    found[own] = filled[own, None] * len(heads) + heads
-    return found.flatten().index_copy_(0, theirs[0], -2 - theirs[1])
+    sources = torch.full((len(filled), len(heads)), -1, device="cpu")
+    sources[own_places] = filled[own_places, None] * len(heads) + heads
+    return sources.flatten().index_copy_(0, their_rows[0], -2 - their_rows[1])
 
 
 def _columns(places: Tensor, count: int) -> Tensor:
     # For each of so many places the numbers at which it occurs, in their order, and -1 where there are no more.
     ordered, numbers = places.sort(stable=True)
     column = torch.arange(len(places), device="cpu") - torch.searchsorted(ordered, ordered)
-    found = torch.full((count, int(column.max()) + 1 if len(places) else 0), -1, device="cpu")
-    found[ordered, column] = numbers
-    return found
+    table = torch.full((count, int(column.max()) + 1 if len(places) else 0), -1, device="cpu")
+    table[ordered, column] = numbers
+    return table
 
 
 def _slots(plan: HaloPlan, frame: Tensor) -> Tensor | None:

@@ -63,13 +63,13 @@ class Layout:
     branches: tuple[int, ...]  # their names in dropout
     # (2, rows), positions in the shard and KV heads of the own rows that may take part in more than the fused call
     touched: Tensor
-    own: tuple[Block, ...]  # attention inside the shard that the fused call does not compute
+    own_blocks: tuple[Block, ...]  # attention inside the shard that the fused call does not compute
     mail: dict[str, Mail]  # by transport
 
     @property
     def is_fused(self) -> bool:
         """Whether the fused call is all that the rank does."""
-        return not self.own and not self.mail
+        return not self.own_blocks and not self.mail
 
 
 def layout_of(plan: RingPlan, rank: int, device: torch.device, names: Sequence[int] | None = None) -> Layout:
@@ -78,12 +78,12 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, names: Sequence[i
     names: of the branches, in the dropout of a larger call; by default their indices.
     """
     names = range(len(plan.branches)) if names is None else names
-    here = _RankPlan(plan, rank, device, names)
+    rank_plan = _RankPlan(plan, rank, device, names)
     fused, kv_heads = plan.fused(rank), plan.sizes.kv_heads
     inside, touched = [], []
     for number, branch in enumerate(plan.branches):
-        local = [] if number in fused else here.local_rows(branch)
-        shared = [list(map(here.numbers, segment.rows.get(rank, ()))) for segment in branch.shared]
+        local = [] if number in fused else rank_plan.local_rows(branch)
+        shared = [list(map(rank_plan.numbers, segment.rows.get(rank, ()))) for segment in branch.shared]
         touched += [rows for groups in (*local, *shared) for rows in groups]
         if number in fused or branch.transport == "all_to_all":
             shared = []
@@ -91,14 +91,14 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, names: Sequence[i
     touched = _concatenated(touched).unique()
     find = _finder(touched)
     return Layout(
-        start=here.start,
+        start=rank_plan.start,
         length=sum(plan.shard_lengths),
         kv_heads=kv_heads,
         fused=_pattern_of(plan.pattern, fused),
         branches=tuple(names[number] for number in fused),
-        touched=torch.stack([touched // kv_heads - here.start, touched % kv_heads]).to(device),
-        own=tuple(block for number, pairs in inside for block in here.blocks(number, pairs, find, find)),
-        mail={transport: here.mail(transport, find) for transport in plan.messages},
+        touched=torch.stack([touched // kv_heads - rank_plan.start, touched % kv_heads]).to(device),
+        own_blocks=tuple(block for number, pairs in inside for block in rank_plan.blocks(number, pairs, find, find)),
+        mail={transport: rank_plan.mail(transport, find) for transport in plan.messages},
     )
 
 
@@ -108,7 +108,7 @@ def parts_of(layout: Layout, rows: int, batch: int, heads: int) -> Iterator[tupl
     if layout.fused is not None and rows:
         yield (batch, rows, heads), (batch, rows, layout.kv_heads), {"pattern": layout.fused}
     received = (block for mail in layout.mail.values() for blocks in mail.blocks.values() for block in blocks)
-    for block in (*layout.own, *received):
+    for block in (*layout.own_blocks, *received):
         shapes = []
         for rows_of, per_row in ((block.queries, group), (block.keys, 1)):
             segments, count, kv_heads = rows_of.shape
@@ -135,41 +135,44 @@ class _RankPlan:
         return positions[None, :, None] * self.plan.sizes.kv_heads + torch.tensor(rows.kv_heads, dtype=torch.int64)
 
     def local_rows(self, branch: BranchPlan) -> list[list[Tensor]]:
-        """Numbers of rows in segments inside the shard, by offset: of the whole ones, and of a short last one."""
+        """Numbers of rows in segments inside the shard, by offset: of the full segments, then of a short last one."""
         inside, w = branch.local[self.rank], branch.segment_length
-        whole, found = len(inside) // w, []
-        for segments, first in ((whole, inside[:w]), (1, inside[whole * w :])):
+        full_segments, by_length = len(inside) // w, []
+        for segments, first in ((full_segments, inside[:w]), (1, inside[full_segments * w :])):
             steps = torch.arange(segments)[:, None, None] * w * self.plan.sizes.kv_heads
-            groups = (rows_between(first, first.start, branch.dilation_rate, *each) for each in branch.groups.items())
-            found.append([self.numbers(rows) + steps for rows in groups])
-        return found
+            groups = (
+                rows_between(first, first.start, branch.dilation_rate, *offset_heads)
+                for offset_heads in branch.groups.items()
+            )
+            by_length.append([self.numbers(rows) + steps for rows in groups])
+        return by_length
 
     def mail(self, transport: str, find_own: Find) -> Mail:
         """What the rank exchanges by one transport."""
         messages, ranks = self.plan.messages[transport], range(len(self.plan.starts))
-        outgoing = [messages.get((self.rank, other), Message()) for other in ranks]
-        incoming = [messages.get((other, self.rank), Message()) for other in ranks]
+        outgoing = [messages.get((self.rank, peer), Message()) for peer in ranks]
+        incoming = [messages.get((peer, self.rank), Message()) for peer in ranks]
         places, sent = find_own(self._numbers_in(outgoing)), tuple(message.size for message in outgoing)
         by_source, by_destination = {None: ranks}, {None: places}
         if transport == "ring":
             by_source, by_destination = {source: [source] for source in ranks}, dict(enumerate(places.split(sent)))
         blocks = {}
-        for source, some in by_source.items():
-            find = _finder(self._numbers_in([incoming[each] for each in some]))
-            blocks[source] = tuple(self._received_blocks(transport, some, find, find_own))
+        for source, peers in by_source.items():
+            find = _finder(self._numbers_in([incoming[peer] for peer in peers]))
+            blocks[source] = tuple(self._received_blocks(transport, peers, find, find_own))
         return Mail(
             rows=places.to(self.device),
             sent=sent,
             received=tuple(message.size for message in incoming),
             blocks=blocks,
-            answers={destination: _layers(some, self.device) for destination, some in by_destination.items()},
+            answers={destination: _layers(rows, self.device) for destination, rows in by_destination.items()},
         )
 
     def _numbers_in(self, messages: list[Message]) -> Tensor:
         return _concatenated([self.numbers(piece) for message in messages for piece in message.pieces])
 
     def _received_blocks(self, transport: str, sources: Iterable[int], find: Find, find_own: Find) -> Iterator[Block]:
-        # What is computed from the rows of some sources, one after the other.
+        # The blocks computed from the rows of `sources`, which lie one after the other.
         exchanged = transport == "all_to_all"
         for number, branch in enumerate(self.plan.branches):
             for segment in branch.shared if branch.transport == transport else ():
@@ -179,8 +182,8 @@ class _RankPlan:
                     for group, rows in crossing.items():
                         keys.setdefault(group, []).append(self.numbers(rows))
                 pairs = []
-                for group, some in keys.items():
-                    joined = torch.cat(some, dim=1)
+                for group, pieces in keys.items():
+                    joined = torch.cat(pieces, dim=1)
                     pairs.append((joined if exchanged else self.numbers(segment.rows[self.rank][group]), joined))
                 yield from self.blocks(number, pairs, find if exchanged else find_own, find)
 
@@ -197,7 +200,7 @@ class _RankPlan:
                 key = queries.shape[1], keys.shape[1], group if self.plan.sizes.padding else 0
                 alike.setdefault(key, []).append((queries, keys))
         for same in alike.values():
-            queries, keys = (torch.cat(some, -1) for some in zip(*same, strict=True))
+            queries, keys = (torch.cat(numbers, -1) for numbers in zip(*same, strict=True))
             tensors = find_queries(queries), find_keys(keys), self._names(number, queries, keys)
             yield Block(self.branch_names[number], is_causal, *(x.to(self.device) for x in tensors))
 

@@ -1,7 +1,7 @@
-"""A rank's own tensors by rows, and what several computations add up in them.
+"""A rank's own tensors by rows, and the sums of several computations in them.
 
 A row is one (position, KV head), with that KV head's group of query heads; rows are named by their places in
-`Layout.touched`. What more than one computation adds to is held in float32 (float64 for float64), the dtype of lse.
+`Layout.touched`. Sums of several computations are kept in float32 (float64 for float64), the dtype of lse.
 """
 
 from collections.abc import Sequence
@@ -34,34 +34,35 @@ class Shard:
         self._positions, self._heads = touched
         slots = self._positions if ordering is None else ordering.to(touched.device).inverse[self._positions]
         self._stored = slots, self._heads
-        # As a kernel looks them up: rows of KV heads.
-        self._numbers, self._stored_numbers = (at * kv_heads + self._heads for at in (self._positions, slots))
+        # Row numbers as a kernel looks them up: position * kv_heads + KV head.
+        self._numbers = self._positions * kv_heads + self._heads
+        self._stored_numbers = slots * kv_heads + self._heads
 
     def queries(self, rows: Tensor, *tensors: Tensor) -> list[Tensor]:
         """(*rows, group, batch, d) of each tensor (batch, positions, heads, d)."""
         if kernel_serves(tensors[0]):
             groups = [x.shape[2] // self._kv_heads for x in tensors]
-            found = [x.new_empty(*rows.shape, n, len(x), x.shape[3]) for n, x in zip(groups, tensors, strict=True)]
-            _gather(found, tensors, self._numbers[rows])
-            return found
-        at = self._positions[rows], self._heads[rows]
-        return [self._by_row(x)[at] for x in tensors]
+            gathered = [x.new_empty(*rows.shape, n, len(x), x.shape[3]) for n, x in zip(groups, tensors, strict=True)]
+            _gather(gathered, tensors, self._numbers[rows])
+            return gathered
+        index = self._positions[rows], self._heads[rows]
+        return [self._by_row(x)[index] for x in tensors]
 
     def keys(self, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(*rows, 2, batch, d) of k and v (batch, slots, kv_heads, d)."""
         if kernel_serves(k):
-            found = k.new_empty(*rows.shape, 2, len(k), k.shape[3])
-            _gather(found.split(1, rows.dim()), (k, v), self._stored_numbers[rows])
-            return found
-        at = tuple(x[rows] for x in self._stored)
-        return torch.stack([x.permute(1, 2, 0, 3)[at] for x in (k, v)], rows.dim())
+            gathered = k.new_empty(*rows.shape, 2, len(k), k.shape[3])
+            _gather(gathered.split(1, rows.dim()), (k, v), self._stored_numbers[rows])
+            return gathered
+        index = tuple(x[rows] for x in self._stored)
+        return torch.stack([x.permute(1, 2, 0, 3)[index] for x in (k, v)], rows.dim())
 
     def padding(self, mask: Tensor | None) -> Tensor | None:
         """(rows, batch) of a mask (batch, positions), for all rows; None if there is none."""
         return None if mask is None else mask.T[self._positions]
 
     def merge(self, out: Tensor, lse: Tensor, merged: Merged) -> None:
-        """Merges what was found for all rows into out and lse (batch, heads, positions), in place."""
+        """Merges the result for all rows into out and lse (batch, heads, positions), in place."""
         lse_rows = self._by_row(lse.transpose(1, 2)[..., None])[..., 0]
         merge_rows(self._by_row(out), lse_rows, (self._positions, self._heads), *merged)
 
@@ -77,11 +78,14 @@ class Shard:
         return x.view(batch, positions, self._kv_heads, heads // self._kv_heads, d).permute(1, 2, 3, 0, 4)
 
 
-def _gather(rows: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Tensor) -> None:
-    # Into (*rows, group, batch, d) of each tensor (batch, positions, heads, d), all in one kernel.
+def _gather(targets: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Tensor) -> None:
+    # Fills each target (*rows, group, batch, d) from its tensor (batch, positions, heads, d), all in one kernel.
     from hilbert_lib.attention.triton.copies import Copy, gather_rows  # triton is imported only where it is used
 
-    at, ndim = numbers.flatten(), numbers.dim()
+    row_numbers, ndim = numbers.flatten(), numbers.dim()
     gather_rows(
-        [Copy(own.flatten(0, ndim - 1).permute(2, 0, 1, 3), x, at) for own, x in zip(rows, tensors, strict=True)]
+        [
+            Copy(target.flatten(0, ndim - 1).permute(2, 0, 1, 3), x, row_numbers)
+            for target, x in zip(targets, tensors, strict=True)
+        ]
     )

@@ -1,6 +1,6 @@
 """Forward and backward of one rank: the shard's own attention, the exchange beside it, then what has arrived.
 
-What more than one computation adds to is held in float32 (float64 for float64), and rounded once.
+Sums of several computations are kept in float32 (float64 for float64), and rounded once.
 """
 
 from collections.abc import Callable
@@ -20,43 +20,43 @@ from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
-from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Kept, Ring, exchange
+from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, Saved, exchange
 from hilbert_lib.ring.rank.layout import Layers, Layout, Mail
 from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
 
 EXCHANGING = "all_to_all"
 
 
-def forward(given: Tensors, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]:
+def forward(tensors: Tensors, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]:
     """Output like q and lse (batch, heads, rows) of a rank's queries, and what the backward needs of other ranks.
 
-    `confirm` is called when the shard's own attention is under way, before anything is sent. Kept is the padding of
-    received rows, by transport, and those "exchanged".
+    `confirm` is called when the shard's own attention is under way, before anything is sent. The last result holds the
+    padding of received rows by transport, and the rows "exchanged".
     """
-    q, k, v, *_ = given
+    q, k, v, *_ = tensors
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
     confirm()
-    kept = {}
+    saved = {}
     if not job.layout.is_fused:
         with beside:
             shard = _shard(job.layout, job.ordering, q.device)
-            merged, kept = _beside_forward(q, k, v, lse, shard, job)
+            merged, saved = _beside_forward(q, k, v, lse, shard, job)
         shard.merge(out, lse, merged)
     add_zero_keys(out, lse, job.call, job.layout.start, job.layout.length, job.layout.kv_heads)
-    return out, lse, kept
+    return out, lse, saved
 
 
-def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, job: Job, kept: Kept) -> Tensors:
+def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Job, saved: Saved) -> Tensors:
     """Gradients of a rank's q, k and v, from the gradient of its out, and what `forward` returned."""
-    q, k, v, *_ = given
+    q, k, v, *_ = tensors
     beside = Beside(q.device)
     grads = _fused_backward(dout, q, k, v, out, lse, job)
     if job.layout.is_fused:
         return Tensors(*grads)
     with beside:
         shard = _shard(job.layout, job.ordering, q.device)
-        sums = _beside_backward(dout, q, k, v, out, lse, shard, job, kept)
+        sums = _beside_backward(dout, q, k, v, out, lse, shard, job, saved)
     shard.add(grads, *sums)
     return Tensors(*grads)
 
@@ -66,7 +66,7 @@ def _shard(layout: Layout, ordering: Ordering | None, device: torch.device) -> S
     return Shard(layout.touched, layout.kv_heads, ordering)
 
 
-def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, job: Job) -> tuple[Merged, Kept]:
+def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, job: Job) -> tuple[Merged, Saved]:
     # All but the fused call, for the touched queries. Only the dtype and device of lse are read: it is being computed.
     layout = job.layout
     exchanging = layout.mail.get(EXCHANGING)
@@ -75,18 +75,18 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
         rows = torch.cat([*shard.queries(exchanging.rows, q), shard.keys(exchanging.rows, k, v)], 1)
         arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
     padding = shard.padding(job.call.key_padding_mask)
-    kept = _exchanged_padding(padding, job)
+    saved = _exchanged_padding(padding, job)
     merged = none_merged(_shape_of_touched(q, job), lse)
-    for block in layout.own:
+    for block in layout.own_blocks:
         queries = shard.queries(block.queries, q)
         blocks.forward(*queries, shard.keys(block.keys, k, v), block, job, padding, merged)
     if exchanging:
-        kept["exchanged"] = arriving.wait()
-        answer = _exchanged_forward(exchanging, kept, job, lse)
+        saved["exchanged"] = arriving.wait()
+        answer = _exchanged_forward(exchanging, saved, job, lse)
     for transport, gather in gathers.items():
         mail = layout.mail[transport]
         for arrived in gather:
-            padding = _padding(kept, transport, mail, arrived.source)
+            padding = _padding(saved, transport, mail, arrived.source)
             for block in mail.blocks[arrived.source]:
                 queries = shard.queries(block.queries, q)
                 blocks.forward(*queries, arrived.rows[block.keys], block, job, padding, merged)
@@ -95,11 +95,11 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
         their_out, their_lse = _apart(answer.wait(), q.shape[3], lse.dtype)
         for rows, places in exchanging.answers[None]:
             merge_rows(*merged, (places,), their_out[rows], their_lse[rows, ..., 0])
-    return merged, kept
+    return merged, saved
 
 
 def _beside_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shard: Shard, job: Job, kept: Kept
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shard: Shard, job: Job, saved: Saved
 ) -> tuple[Tensor, Tensor]:
     # All but the fused call: what it adds to the gradients of the touched rows, of q, and of k and v.
     layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
@@ -115,15 +115,15 @@ def _beside_backward(
     shape = _shape_of_touched(q, job)
     dq = lse.new_zeros(shape)
     dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads them
-    for block in layout.own:
+    for block in layout.own_blocks:
         mine = shard.queries(block.queries, *by_query)
         blocks.backward(*mine, shard.keys(block.keys, k, v), block, job, padding, dq, dkv)
     if exchanging:
-        answer = _exchanged_backward(exchanging, arriving, kept, job, lse.dtype)
+        answer = _exchanged_backward(exchanging, arriving, saved, job, lse.dtype)
     for transport, gather in gathers.items():
         mail, late = layout.mail[transport], None
         for arrived in gather:
-            padding = _padding(kept, transport, mail, arrived.source)
+            padding = _padding(saved, transport, mail, arrived.source)
             their_dkv = lse.new_zeros(arrived.rows.shape)
             for block in mail.blocks[arrived.source]:
                 mine = shard.queries(block.queries, *by_query)
@@ -140,9 +140,9 @@ def _beside_backward(
     return dq, dkv
 
 
-def _add_answer(total: Tensor, layers: Layers, more: Tensor) -> None:
+def _add_answer(total: Tensor, layers: Layers, answer: Tensor) -> None:
     for rows, places in layers:
-        add_rows(total, (places,), more[rows])
+        add_rows(total, (places,), answer[rows])
 
 
 def _shape_of_touched(q: Tensor, job: Job) -> tuple[int, int, int, int]:
@@ -169,24 +169,24 @@ def _apart(joined: Tensor, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return joined[..., :d], joined[..., d:].clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> Arriving:
+def _exchanged_forward(mail: Mail, saved: Saved, job: Job, lse: Tensor) -> Arriving:
     # Attention of all ranks' rows of the heads that this rank computes; sends out and lse back.
-    q, kv = kept["exchanged"][:, :-2], kept["exchanged"][:, -2:]  # (rows, group or 2, batch, head_dim)
+    q, kv = saved["exchanged"][:, :-2], saved["exchanged"][:, -2:]  # (rows, group or 2, batch, head_dim)
     out, lse = none_merged(q.shape, lse)
-    padding = _padding(kept, EXCHANGING, mail, None)
+    padding = _padding(saved, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
         blocks.forward(q[block.queries], kv[block.keys], block, job, padding, (out, lse))
     return exchange(_joined(out.to(q.dtype), lse[..., None]), mail.received, mail.sent, job.group)
 
 
-def _exchanged_backward(mail: Mail, arriving: Arriving, kept: Kept, job: Job, dtype: torch.dtype) -> Arriving:
-    # Likewise; sends dq, dk and dv back. dtype: that of sums.
-    received = kept["exchanged"]
+def _exchanged_backward(mail: Mail, arriving: Arriving, saved: Saved, job: Job, dtype: torch.dtype) -> Arriving:
+    # Gradients of all ranks' rows of these heads; sends dq, dk and dv back. dtype: that of sums.
+    received = saved["exchanged"]
     dout, sums = _apart(arriving.wait(), received.shape[-1], dtype)
     lse, delta = sums.unbind(-1)
     by_query = dout, received[:, :-2], _with_product(dout, delta), lse[..., None]
     sums = lse.new_zeros(received.shape)
-    padding = _padding(kept, EXCHANGING, mail, None)
+    padding = _padding(saved, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
         mine = (x[block.queries] for x in by_query)
         blocks.backward(*mine, received[:, -2:][block.keys], block, job, padding, sums[:, :-2], sums[:, -2:])
@@ -245,18 +245,18 @@ def _shard_names(layout: Layout, batch: int, heads: int, device: torch.device) -
     return name_table(names, layout.branches)
 
 
-def _exchanged_padding(own: Tensor | None, job: Job) -> Kept:
-    # Of received rows, by transport: (rows, batch) uint8.
-    if own is None:
+def _exchanged_padding(padding: Tensor | None, job: Job) -> Saved:
+    # Padding of received rows by transport: (rows, batch) uint8. `padding` is that of the own rows.
+    if padding is None:
         return {}
     arriving = {
-        transport: exchange(own.byte()[mail.rows], mail.sent, mail.received, job.group)
+        transport: exchange(padding.byte()[mail.rows], mail.sent, mail.received, job.group)
         for transport, mail in job.layout.mail.items()
     }
-    return {transport: one.wait() for transport, one in arriving.items()}
+    return {transport: message.wait() for transport, message in arriving.items()}
 
 
-def _padding(kept: Kept, transport: str, mail: Mail, source: int | None) -> Tensor | None:
-    # Of the rows received from a source, or from all.
-    padding = kept.get(transport)
+def _padding(saved: Saved, transport: str, mail: Mail, source: int | None) -> Tensor | None:
+    # Padding of the rows received from one source, or from all (None).
+    padding = saved.get(transport)
     return padding if padding is None or source is None else padding.split(mail.received)[source]
