@@ -57,12 +57,12 @@ def number(name: str, value: object) -> float:
 
 def positive(name: str, value: object, *, most: float = math.inf) -> float:
     """An argument as a float that is finite, above 0 and at most `most`, else ValueError; TypeError as `number`."""
-    found = number(name, value)
-    if not 0.0 < found < math.inf:
-        raise ValueError(f"{name} must be finite and above 0, got {found}")
-    if found > most:
-        raise ValueError(f"{name} must be at most {most:g}, got {found:g}")
-    return found
+    checked = number(name, value)
+    if not 0.0 < checked < math.inf:
+        raise ValueError(f"{name} must be finite and above 0, got {checked}")
+    if checked > most:
+        raise ValueError(f"{name} must be at most {most:g}, got {checked:g}")
+    return checked
 
 
 def dense_tensor(name: str, value: object) -> Tensor:
@@ -88,14 +88,14 @@ def json_text(name: str, value: object, **options) -> str:
         raise TypeError(f"{name} must hold values of JSON, got {value!r}: {error}") from None
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict):
-            for key in each:
+        child = waiting.pop()
+        if isinstance(child, dict):
+            for key in child:
                 if not isinstance(key, str):
                     raise TypeError(f"{name} must have strings as the keys of dictionaries, got {key!r}")
-            waiting += each.values()
-        elif isinstance(each, list | tuple):
-            waiting += each
+            waiting += child.values()
+        elif isinstance(child, list | tuple):
+            waiting += child
     return text
 
 
@@ -138,15 +138,15 @@ def integers(
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     if not len(values) and not empty:
         raise ValueError(f"{name} must hold at least one integer, got {values!r}")
-    found = tuple(integer(f"{name}[{n}]", value, least=least) for n, value in enumerate(values))
-    if distinct and len(set(found)) < len(found):
+    checked = tuple(integer(f"{name}[{n}]", value, least=least) for n, value in enumerate(values))
+    if distinct and len(set(checked)) < len(checked):
         raise ValueError(f"{name} must hold each integer once, got {values!r}")
-    return found
+    return checked
 
 
 def countable(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The sides of a grid, if its cells are at most LARGEST_SIZE; else ValueError."""
-    is_known = all(type(side) is int for side in shape)  # not of torch.compile's symbols, which this would bind
+    is_known = all(type(length) is int for length in shape)  # not of torch.compile's symbols, which this would bind
     if is_known and math.prod(shape) > LARGEST_SIZE:
         raise ValueError(f"{name} must hold at most {LARGEST_SIZE} cells, got {shape}")
     return shape
@@ -169,13 +169,13 @@ def device(value: object) -> torch.device:
 
 def suggesting(function: Callable[P, T]) -> Callable[P, T]:
     """The function, whose error for an unknown keyword names the nearest known one (Python says "unexpected" alone)."""
-    known = inspect.signature(function).parameters.keys()
+    parameters = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
-            if name not in known:
-                raise TypeError(f"{function.__name__} has no argument {name!r}{nearest(name, known)}")
+            if name not in parameters:
+                raise TypeError(f"{function.__name__} has no argument {name!r}{nearest(name, parameters)}")
         return function(*args, **kwargs)
 
     return call
@@ -191,20 +191,20 @@ def unscripted(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
-def known_by(function: Callable, keywords: Iterable[str], asked: str) -> None:
+def known_by(function: Callable, keywords: Iterable[str], called: str) -> None:
     """Raise TypeError, naming the nearest known one, for a keyword that a function does not take."""
-    known = inspect.signature(function).parameters.keys()
+    parameters = inspect.signature(function).parameters.keys()
     for name in keywords:
-        if name not in known:
-            raise TypeError(f"{asked} has no argument {name!r}{nearest(name, known)}")
+        if name not in parameters:
+            raise TypeError(f"{called} has no argument {name!r}{nearest(name, parameters)}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """The end of an error: which of the known names was likely meant, or all of them.
 
     >>> nearest("causal", ["is_causal", "scale"])
     "; did you mean 'is_causal'?"
     """
-    known = list(known)
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else f"; it has {', '.join(known)}"
+    names = list(names)
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; it has {', '.join(names)}"

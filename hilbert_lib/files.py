@@ -19,7 +19,7 @@ def json_text(value: object, **layout) -> str:
     try:
         return json.dumps(value, allow_nan=False, **layout)
     except ValueError:  # there is one, or a circle, which raises again
-        return _WORDS.sub(lambda found: _NUMBERS.get(found[0], found[0]), json.dumps(value, **layout))
+        return _WORDS.sub(lambda match: _NUMBERS.get(match[0], match[0]), json.dumps(value, **layout))
 
 
 _NUMBERS = {"NaN": "null", "Infinity": "1e999", "-Infinity": "-1e999"}
@@ -40,9 +40,9 @@ def one_line(text: object) -> str:
     """
     for line in str(text).splitlines():
         printable = _ESCAPE_SEQUENCES.sub("", line[: 20 * LONGEST_LINE])
-        words = "".join(each if each.isprintable() else " " for each in printable).split()
-        if found := " ".join(words):
-            return found if len(found) <= LONGEST_LINE else f"{found[: LONGEST_LINE - 1]}…"
+        words = "".join(character if character.isprintable() else " " for character in printable).split()
+        if line_text := " ".join(words):
+            return line_text if len(line_text) <= LONGEST_LINE else f"{line_text[: LONGEST_LINE - 1]}…"
     return ""
 
 

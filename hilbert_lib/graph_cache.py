@@ -1,4 +1,4 @@
-"""Tables that calls share: in memory of no graph and no pool, and kept for the CUDA graphs that captured them."""
+"""Index tables shared by calls. They live outside CUDA-graph pools, and as long as a captured graph reads them."""
 
 import os
 from collections import OrderedDict
@@ -14,10 +14,10 @@ Made = TypeVar("Made")
 
 
 def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
-    """What `build` returns, complete and for every later call to read, on any stream and in any graph.
+    """The result of `build`, complete, for every later call to read on any stream and in any graph.
 
-    `torch.compile(mode="reduce-overhead")` and `torch.cuda.use_mem_pool` give what a thread allocates memory of a pool
-    of theirs, and the first takes it back. So tables for a CUDA device are built in a thread that lives no longer.
+    `torch.compile(mode="reduce-overhead")` and `torch.cuda.use_mem_pool` allocate a thread's tensors in pools of their
+    own, and the first takes that memory back. So a thread of its own builds the tables for a CUDA device, and ends.
 
     `build` makes tensors on the device and needs no mode or setting of the calling thread. Raises RuntimeError while a
     CUDA graph is captured: only its replays would fill the tables.
@@ -27,16 +27,15 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a call must have run once before a CUDA graph captures it, and not too many others since: its tables "
-                "are not there"
+                "the index tables of this call are not cached: run it once, just before the CUDA graph is captured"
             )
         stream = torch.cuda.current_stream()
-    made, errors = [], []
+    results, errors = [], []
 
     def on_stream() -> None:
         try:
             with torch.cuda.stream(stream):
-                made.append(build())
+                results.append(build())
         except BaseException as error:  # raised in the thread that asked
             errors.append(error)
 
@@ -47,15 +46,15 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
     if errors:
         raise errors[0]
     stream.synchronize()
-    return made[0]
+    return results[0]
 
 
 class CacheInfo(NamedTuple):
-    """Look-ups answered and not, results held (captured ones too), their size and the bound of what is not captured."""
+    """Look-ups answered and not; results kept (captured ones too), their size, and the bound on the others' size."""
 
     hits: int
     misses: int
-    held: int
+    results: int
     size: int
     maxsize: int
 
@@ -76,7 +75,7 @@ class GraphCache:
 
     def cache_clear(self) -> None:
         self._hits = self._misses = self._size = 0
-        self._held: OrderedDict[Hashable, object] = OrderedDict()
+        self._recent: OrderedDict[Hashable, object] = OrderedDict()
         self._captured: dict[Hashable, object] = {}
 
     def renew_after_fork(self) -> None:
@@ -85,46 +84,46 @@ class GraphCache:
         That thread may have been half-way through a change. What it left is not freed: CUDA serves no forked child.
         """
         if self._lock.locked():
-            self._lock, self._left = Lock(), (self._held, self._captured)
+            self._lock, self._left = Lock(), (self._recent, self._captured)
             self.cache_clear()
 
     def cache_info(self) -> CacheInfo:
         with self._lock:
             size = self._size + sum(self._size_of(*key) for key in self._captured)
-            return CacheInfo(self._hits, self._misses, len(self._held) + len(self._captured), size, self._maxsize)
+            return CacheInfo(self._hits, self._misses, len(self._recent) + len(self._captured), size, self._maxsize)
 
     def __call__(self, *key: Hashable) -> object:
         device = key[-1]
         # Asked of CUDA's tables alone: a build of torch without CUDA cannot answer.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._lock:
-            found = self._held.get(key)
-            if found is None:
-                found = self._captured.get(key)
+            cached = self._recent.get(key)
+            if cached is None:
+                cached = self._captured.get(key)
             elif capturing:
-                self._captured[key] = self._held.pop(key)
+                self._captured[key] = self._recent.pop(key)
                 self._size -= self._size_of(*key)
             else:
-                self._held.move_to_end(key)
-            self._hits, self._misses = self._hits + (found is not None), self._misses + (found is None)
-        if found is not None:
-            return found
+                self._recent.move_to_end(key)
+            self._hits, self._misses = self._hits + (cached is not None), self._misses + (cached is None)
+        if cached is not None:
+            return cached
         # Not under the lock: it waits for the stream, on which there may be work that waits for another thread.
-        made = made_to_share(partial(self._build, *key), device)
+        built = made_to_share(partial(self._build, *key), device)
         let_go = []
         with self._lock:
-            if (found := self._captured.get(key, self._held.get(key))) is not None:  # another thread was faster
-                return found
-            self._held[key] = made
+            if (cached := self._captured.get(key, self._recent.get(key))) is not None:  # another thread was faster
+                return cached
+            self._recent[key] = built
             self._size += self._size_of(*key)
-            while self._size > self._maxsize and len(self._held) > 1:
-                let_go.append(self._held.popitem(last=False))
+            while self._size > self._maxsize and len(self._recent) > 1:
+                let_go.append(self._recent.popitem(last=False))
                 self._size -= self._size_of(*let_go[-1][0])
         # Not under the lock, as above. No kernel may read what is freed: the allocator knows the stream that made it.
         for device in {key[-1] for key, _ in let_go}:
             if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(device)
-        return made
+        return built
 
 
 _caches: "WeakSet[GraphCache]" = WeakSet()  # every one there is: these are all locks of the library

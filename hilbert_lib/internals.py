@@ -325,8 +325,8 @@ def _small_tiles(block_size: int) -> object:
 
     def cut(configs, *sides):
         # 4 warps: inductor gives them to its own tiles of 64 rows.
-        rows = [{side: min(getattr(each, side), block_size) for side in sides} for each in configs]
-        return [replace(each, num_warps=4, **least) for each, least in zip(configs, rows, strict=True)]
+        rows = [{axis: min(getattr(config, axis), block_size) for axis in sides} for config in configs]
+        return [replace(config, num_warps=4, **least) for config, least in zip(configs, rows, strict=True)]
 
     return SmallTiles()
 
@@ -405,7 +405,7 @@ def visible_devices() -> list[int] | list[str]:
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return list(range(64))
-    prefix = next((each for each in ("GPU-", "MIG-") if text.startswith(each)), None)
+    prefix = next((kind for kind in ("GPU-", "MIG-") if text.startswith(kind)), None)
     shown = []
     for word in text.split(","):
         number = re.match(r"\s*\+?\d+", word)
@@ -450,40 +450,42 @@ def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None
 
 
 def launch_of(compiled: object, grid: tuple[int, ...]) -> tuple | None:
-    """What starts a compiled kernel of Triton without hooks, with less of the host than `kernel[grid](...)`.
+    """How to start a compiled kernel of Triton without hooks, in less host time than `kernel[grid](...)`.
 
     Read in Triton 3.6 to 3.9: the launcher of a kernel, and what it gives its own C function. Without it: None, and
     Triton starts every kernel.
 
     Returns:
-        what is called; what it is given before the stream and after it, and whether the arguments, which come last, are
-        one; and for each descriptor of a tensor what makes of it what the launcher takes, if the launcher does not.
+        The function to call. Its fixed arguments: those before the stream, those after it, and whether the kernel's
+        own arguments, which come last, are passed as one tuple. And for each tensor descriptor the function that
+        prepares it, where the launcher does not.
     """
     if WITHOUT_INTERNALS:
         return None
     run, metas = _bare(compiled.run)
-    launch, given = _through(run, grid, (compiled.function, compiled.packed_metadata))
-    return launch, given, metas
+    launch, fixed_arguments = _through(run, grid, (compiled.function, compiled.packed_metadata))
+    return launch, fixed_arguments, metas
 
 
 def _through(run: Callable, grid: tuple, compiled: tuple) -> tuple[Callable, tuple[tuple, tuple, bool]]:
-    # What to call for a start without hooks: a launcher's C function, unless it allocates memory for every start or
-    # gives Triton's sanitizer (gsan, from 3.8 on) more. And what it is given before the stream and after it, and
-    # whether the arguments, which come last, are one.
-    stream, told = object(), []
+    # The function to call for a start without hooks, and its fixed arguments, as `launch_of` returns them. It is the
+    # launcher's C function, unless the launcher allocates memory for every start or serves Triton's sanitizer (gsan,
+    # from 3.8 on). A probe in its place shows what the launcher passes.
+    stream, launched = object(), []
     scratch = "global_scratch_size", "profile_scratch_size"
     if any(getattr(run, name, 1) for name in scratch) or getattr(run, "gsan_enabled", False):
         return run, (grid, (*compiled, None, None, None), False)
-    _like(run, launch=lambda *given: told.extend(given))(*grid, stream, *compiled, None, None, None)
-    place, is_one = told.index(stream), told[-1] == ()  # from Triton 3.7 on
-    return run.launch, (tuple(told[:place]), tuple(told[place + 1 : len(told) - is_one]), is_one)
+    probe = _like(run, launch=lambda *arguments: launched.extend(arguments))
+    probe(*grid, stream, *compiled, None, None, None)
+    place, is_one = launched.index(stream), launched[-1] == ()  # from Triton 3.7 on
+    return run.launch, (tuple(launched[:place]), tuple(launched[place + 1 : len(launched) - is_one]), is_one)
 
 
 def _like(x: object, **changed) -> object:
-    # A copy of an object with other attributes.
-    found = object.__new__(type(x))
-    found.__dict__ = vars(x) | changed
-    return found
+    # A copy of an object, with `changed` attributes.
+    copied = object.__new__(type(x))
+    copied.__dict__ = vars(x) | changed
+    return copied
 
 
 def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:

@@ -178,7 +178,7 @@ def machine_facts() -> dict:
         "code_hash": code_hash(),
         "torch_threads": torch.get_num_threads(),
         "kernel_mode": kernel_mode(),
-        "packages": {name: found for name in ATTENTION_PACKAGES if (found := installed_version(name)) is not None},
+        "packages": {name: version for name in ATTENTION_PACKAGES if (version := installed_version(name)) is not None},
     }
 
 
@@ -247,11 +247,11 @@ def code_hash(folder: Traversable | None = None) -> str:
 
 
 def _sources(folder: Traversable, inside: str = "") -> Iterator[tuple[str, bytes]]:
-    for each in folder.iterdir():
-        if each.is_dir():
-            yield from _sources(each, f"{inside}{each.name}/")
-        elif each.name.endswith(".py"):
-            yield f"{inside}{each.name}", each.read_bytes()
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _sources(path, f"{inside}{path.name}/")
+        elif path.name.endswith(".py"):
+            yield f"{inside}{path.name}", path.read_bytes()
 
 
 def installed_version(distribution: str) -> str | None:

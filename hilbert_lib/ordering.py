@@ -75,11 +75,11 @@ class Ordering:
     table: CheckedPermutation | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        own = _ARGUMENTS[checks.one_of("kind", self.kind, _ARGUMENTS)]
+        arguments = _ARGUMENTS[checks.one_of("kind", self.kind, _ARGUMENTS)]
         for name in ("grid", "chunk", "rate", "seed", "table"):
-            if name not in own and getattr(self, name) is not None:
+            if name not in arguments and getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
-        if "table" in own and not isinstance(self.table, CheckedPermutation):
+        if "table" in arguments and not isinstance(self.table, CheckedPermutation):
             raise ValueError(
                 "table must be values that were looked at, for kind 'permutation': use Ordering.from_permutation; "
                 f"got {type(self.table).__name__}"
@@ -88,9 +88,9 @@ class Ordering:
         checked = {"length": length, "device": checks.device(self.device)}
         if self.chunk is not None:
             checked["chunk"] = integer("chunk", self.chunk, least=1)
-        if "rate" in own:
+        if "rate" in arguments:
             checked["rate"] = integer("rate", self.rate, least=1)
-        if "seed" in own:
+        if "seed" in arguments:
             checked["seed"] = integer("seed", self.seed, least=0, most=2**63 - 1)
         if self.grid is not None:
             grid = checked["grid"] = checked_shape(self.grid, "grid")

@@ -55,7 +55,7 @@ def test_what_a_graph_captured_outlives_all_that_comes_later(device, capturing, 
     gc.collect()
     assert (first() is not None) == stays
     info = tables.cache_info()
-    assert info.held == info.size == info.maxsize + stays  # the bound is left to the others
+    assert info.results == info.size == info.maxsize + stays  # the bound is left to the others
 
 
 @pytest.mark.parametrize("device", [CUDA, CPU])
@@ -95,7 +95,7 @@ def test_a_capture_without_tables_is_refused_and_an_error_of_making_them_is_the_
         made_to_share(Mock(side_effect=MemoryError("no room")), CUDA)
     streams.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="must have run once before a CUDA graph captures it"):
+    with pytest.raises(RuntimeError, match="run it once, just before the CUDA graph is captured"):
         made_to_share(Table, CUDA)
     assert not streams
 

@@ -3,8 +3,20 @@
 import torch
 from torch import Tensor
 
+# A seed is one of two tensors, told apart by their dtype alone (kernels read the same layout):
+#
+#   int64 (1,): the seed of a whole call. Its coordinates go into Philox as they are.
+#
+#   int32 (4 + B + 7 * batch * H,): the seed of a part of a larger call, made by `named`. It drops what the larger call
+#   drops, so it says which coordinates of the larger call the part's are (`name_table`).
+#
+#   word   0    1     2    3    4 .. 3 + B          then 7 words for each (sequence, head) of the part
+#         +----+-----+----+----+-------------------+----------------------------------------------------------------+
+#         |low |high | H  | B  | B branches of the | sequence, head, step, first_query, first_key, before, missing   |
+#         |seed word | sizes   | larger call       | of the larger call                                              |
+#         +----+-----+----+----+-------------------+----------------------------------------------------------------+
 _LOW = 0xFFFFFFFF
-NAME = 7  # words that name a (sequence, head) in a seed made by `named`
+NAME = 7  # words that name a (sequence, head)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
@@ -38,7 +50,7 @@ def keep_mask(
     The bits are Philox(seed; key position, query position, query head | branch << 16, batch). seed is (1,) int64 or
     made by `named`; the coordinates are int64 tensors that broadcast, below 2^32 (heads and branches below 2^16).
     """
-    if seed.dtype == torch.int32:
+    if is_named(seed):
         seed, batch, head, branch, queries, keys = _renamed(seed, batch, head, branch, queries, keys)
     key = seed & _LOW, (seed >> 32) & _LOW
     bits = philox((keys, queries, head | branch << 16, batch), key)
@@ -51,25 +63,31 @@ def drop_below(dropout_p: float) -> int:
 
 
 def named(seed: Tensor, table: Tensor) -> Tensor:
-    """A seed (1,) int64 with which rows drop what a larger call drops, int32; every backend takes it for a seed.
+    """The int32 seed of a part of a larger call, from that call's seed (1,) int64; every backend takes it for a seed.
 
     table: of `name_table`, on the seed's device.
     """
     return torch.cat([seed.view(torch.int32), table])
 
 
-def of_branches(seed: Tensor, known: int, branches: tuple[int, ...]) -> Tensor:
+def is_named(seed: Tensor) -> bool:
+    """Whether `named` made a seed."""
+    return seed.dtype == torch.int32
+
+
+def of_branches(seed: Tensor, branch_count: int, branches: tuple[int, ...]) -> Tensor:
     """A seed made by `named` for some of its branches, which are numbered anew.
 
-    known: how many branches it names.
+    branch_count: how many branches it names.
     """
-    at = torch.tensor(branches, device=seed.device)
+    first_name = 4 + branch_count
+    index = torch.tensor(branches, device=seed.device)
     count = seed.new_full((1,), len(branches))
-    return torch.cat([seed[:3], count, seed[4 : 4 + known][at], seed[4 + known :]])
+    return torch.cat([seed[:3], count, seed[4:first_name][index], seed[first_name:]])
 
 
 def name_table(names: Tensor, branches: tuple[int, ...]) -> Tensor:
-    """Which rows of a larger call those of a call are.
+    """The rows of a larger call that the rows of its part are.
 
     Row i of q and row j of k are at positions first_query + step * i and first_key + step * j of the larger call; from
     row `before` of k on, `missing` more rows of k lie between.

@@ -30,7 +30,7 @@ def explain_backend(
     >>> explain_backend(q, k, v, Neighbourhood((2, 4), 2)).chosen
     'eager'
     """
-    known_by(api.attend, options, asked="explain_backend")
+    known_by(api.attend, options, called="explain_backend")
     given, request = validated(q, k, v, as_pattern(pattern), backend=backend, **options)
     has_ordering = options.get("kv_ordering") is not None
     return explain(given.q, given.k, request, backend, gradient=needs_gradient(*given), has_ordering=has_ordering)

@@ -37,7 +37,7 @@ def bench() -> None:
 @option("--json", "path", type=FILE, default=LOCAL / "bench_attention.jsonl", help="Keeps the points; is read again.")
 @click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be tried, and what not and why.")
-def attention(path, retry_failed, dry_run, backends, **asked) -> None:
+def attention(path, retry_failed, dry_run, backends, **sizes) -> None:
     """Time dilated attention by length, every backend in turn with the first.
 
     A side that would not fit into memory is not tried; out of memory, a hang or a crash ends one process and is
@@ -56,24 +56,24 @@ def attention(path, retry_failed, dry_run, backends, **asked) -> None:
     from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner, is_failure
 
     with usage_errors():
-        work = _work(**asked)
+        work = _work(**sizes)
         points = attention_points(backends=list(BACKENDS) if backends == ["all"] else backends, **work)
         runner = SafeBenchmarkRunner(path, device=work["device"])
     if dry_run:
         for point in points:
             refused, tried = runner.why_not(point), runner.would_try(point, retry_failed=retry_failed)
-            for side in point["sides"]:
-                reason = "would be tried" if side in tried else f"stands in {path}"
-                reason = "{status}: {cause}".format(**refused[side]) if side in refused else reason
-                click.echo(f"{point['direction']} {point['length']}  {side}  {reason}")
+            for backend in point["sides"]:
+                reason = "would be tried" if backend in tried else f"stands in {path}"
+                reason = "{status}: {cause}".format(**refused[backend]) if backend in refused else reason
+                click.echo(f"{point['direction']} {point['length']}  {backend}  {reason}")
         return
     lines = []
 
     def show(line: dict, reused: bool) -> None:
         lines.append(line)
-        found = ", ".join(f"{side} {outcome['status']}" for side, outcome in line["outcomes"].items())
+        outcomes = ", ".join(f"{backend} {outcome['status']}" for backend, outcome in line["outcomes"].items())
         again = "  (reused)" if reused else ""
-        click.echo(f"{line['point']['direction']} {line['point']['length']}  {found}{again}")
+        click.echo(f"{line['point']['direction']} {line['point']['length']}  {outcomes}{again}")
 
     try:
         runner.run(points, retry_failed=retry_failed, on_point=show)
@@ -89,7 +89,7 @@ def attention(path, retry_failed, dry_run, backends, **asked) -> None:
 @work_options(segments="1k:4k", rates="1:4", heads=8)
 @dtype_option
 @click.option("--gradient", is_flag=True, help="Time forward and backward together.")
-def backends(lengths, gradient, **asked) -> None:
+def backends(lengths, gradient, **sizes) -> None:
     """Time the backends that can serve, and remember their order: "auto" goes by it from then on.
 
     One measurement speaks for one shape class: lengths and heads up to the next power of two; pattern, head size,
@@ -105,7 +105,7 @@ def backends(lengths, gradient, **asked) -> None:
 
     with usage_errors():
         SafetyConfig.load()  # a variable that sets no limit is told before anything is measured
-        shared = _work(**asked)
+        shared = _work(**sizes)
     for length in lengths:
         work = Workload(length=length, **shared)
         with usage_errors():
@@ -115,8 +115,8 @@ def backends(lengths, gradient, **asked) -> None:
         try:
             click.echo(f"kept in {remember_times(work, times, medians, gradient=gradient)}")
         except OSError as error:
-            told = f"measured, but not kept: {folder()}: {error.strerror or error}"
-            raise click.ClickException(told) from error
+            message = f"measured, but not kept: {folder()}: {error.strerror or error}"
+            raise click.ClickException(message) from error
 
 
 def _work(segment_lengths, dilation_rates, dtype, causal, **sizes) -> dict:

@@ -49,27 +49,27 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
             shown = {"label": "claims", "file": sys.stderr, "hidden": not sys.stderr.isatty()}
             with click.progressbar(ids or list(LEDGER), **shown) as names:
                 answers = [answer(LEDGER[name]) for name in names]
-    told = [_fields(each) for each in answers]
+    summaries = [_fields(judged) for judged in answers]
     if as_json:
-        print_json(told)
+        print_json(summaries)
     elif ids or again:
-        for each, fields in zip(answers, told, strict=True):
+        for judged, fields in zip(answers, summaries, strict=True):
             click.echo("\n".join(f"{label:<12}{text}" for label, text in fields.items() if text))
-            if each.cases is not None and not each.cases.empty:
-                click.echo(each.cases.to_string(index=False, float_format="{:.4g}".format))
+            if judged.cases is not None and not judged.cases.empty:
+                click.echo(judged.cases.to_string(index=False, float_format="{:.4g}".format))
     else:
-        rows = [(t["id"], t["verdict"] + " *" * bool(t["note"]), t["value"], t["claim"]) for t in told]
+        rows = [(t["id"], t["verdict"] + " *" * bool(t["note"]), t["value"], t["claim"]) for t in summaries]
         click.echo(aligned(("id", "verdict", "value", "claim"), rows, words=4))
         click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
 
 
 def _fields(answer) -> dict:
-    """What is told of a claim, by name; empty where there is nothing to tell."""
+    """The texts that describe a claim and its answer, by label; "" where there is none."""
     from hilbert_lib.lab.ledger.rerun import command
 
     claim = answer.claim
-    told = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}
-    told |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
-    told |= {"not judged": answer.unjudged}
-    told |= {"from": answer.evidence, "on": answer.hardware}
-    return told | {"again": command(claim) if claim.measure or claim.tests else ""}
+    fields = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}
+    fields |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
+    fields |= {"not judged": answer.unjudged}
+    fields |= {"from": answer.evidence, "on": answer.hardware}
+    return fields | {"again": command(claim) if claim.measure or claim.tests else ""}

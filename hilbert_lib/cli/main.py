@@ -35,8 +35,8 @@ class Commands(click.Group):
                 return super().invoke(ctx)
         except Interrupted as stop:
             goes_on = ctx.invoked_subcommand in ("run", "sweep", "bench")
-            kept = ": what has ended is kept, and the same command goes on from there" if goes_on else ""
-            click.echo(f"{stop}{kept}", err=True)
+            advice = ": what has ended is kept, and the same command goes on from there" if goes_on else ""
+            click.echo(f"{stop}{advice}", err=True)
             ctx.exit(stop.exit_status)
         except BrokenPipeError:  # click's own: whoever read the output has gone
             raise
@@ -156,12 +156,14 @@ def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> 
 
     with usage_errors():
         notebooks = find_notebooks(folder, names)
-        every = [point for each in notebooks for point in make_points(each, texts, source, is_sweep=bool(shard))]
-        points = take_shard(every, shard or "1/1")
+        all_points = [
+            point for notebook in notebooks for point in make_points(notebook, texts, source, is_sweep=bool(shard))
+        ]
+        points = take_shard(all_points, shard or "1/1")
     if dry_run:
         for point in points:
             click.echo(f"{point.name}  {say_values(point.changes) or 'with its defaults'}")
-        click.echo(f"{len(points)} of {len(every)} to run")
+        click.echo(f"{len(points)} of {len(all_points)} to run")
         sys.exit(0)
     from hilbert_lib.lab.environment import environment
     from hilbert_lib.lab.suite.folders import run_id
@@ -202,8 +204,8 @@ def report(folder: Path, redraw: bool) -> None:
         from hilbert_lib.lab.figures import redraw as redraw_figures
 
         click.echo(f"{len(redraw_figures(folder))} figures redrawn")
-    for each in runs:
-        click.echo(str(write_report(each, root, rebuild=True)))
+    for run in runs:
+        click.echo(str(write_report(run, root, rebuild=True)))
     click.echo(str(write_index(root)))
 
 
@@ -229,11 +231,11 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json(json.loads(table.to_json(orient="records")))
         return
-    said = [name for name in table if name.endswith("parameters")]
-    for (first, *others), rows in table.groupby(said, sort=False):
-        lines = [first, *(f"b: {other}" for other in others if other != first)]
+    parameters = [name for name in table if name.endswith("parameters")]
+    for (first, *later), rows in table.groupby(parameters, sort=False):
+        lines = [first, *(f"b: {text}" for text in later if text != first)]
         click.echo("\n".join(lines).replace('"', ""))
-        click.echo(rows.drop(columns=said).to_string(index=False, float_format="{:.4g}".format) + "\n")
+        click.echo(rows.drop(columns=parameters).to_string(index=False, float_format="{:.4g}".format) + "\n")
 
 
 @main.command()
@@ -251,6 +253,6 @@ def doctor(out: Path) -> None:
 
     with usage_errors():
         findings = list(examine(out))
-    for subject, found, fix in findings:
-        click.echo(f"{'BROKEN' if fix else 'ok':<7} {subject:<9} {found}" + (f"\n{'':<17} fix: {fix}" if fix else ""))
+    for subject, finding, fix in findings:
+        click.echo(f"{'BROKEN' if fix else 'ok':<7} {subject:<9} {finding}" + (f"\n{'':<17} fix: {fix}" if fix else ""))
     sys.exit(any(fix for *_, fix in findings))

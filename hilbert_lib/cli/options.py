@@ -22,7 +22,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print a list
 
 def together(*options: Callable) -> Callable:
     """Several options as one decorator, shown in this order."""
-    return lambda command: reduce(lambda command, each: each(command), reversed(options), command)
+    return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
 
 def number(text: str) -> int:
@@ -30,30 +30,30 @@ def number(text: str) -> int:
     digits, unit = (text[:-1], text[-1]) if text[-1:].lower() in UNITS else (text, "")
     if not digits.isdecimal() or int(digits) < 1:
         raise click.BadParameter(f"{text!r} is no whole number above 0, such as 3000, 4k, 1m or 1g")
-    if (found := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
+    if (count := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
         raise click.BadParameter(f"{text!r} is above {MOST // UNITS['g']}g")
-    return found
+    return count
 
 
 def numbers(text: str) -> list[int]:
     """Whole numbers: `1k:1m` doubles from 1,024 to 1,048,576, the end included; `1k,4k,3000` is a list."""
-    found = []
+    counts = []
     for part in text.split(","):
         first, *last = map(number, part.split(":", 1))
         if last and last[0] < first:
             raise click.BadParameter(f"{part!r} ends below its start")
         while last and first < last[0]:
-            found.append(first)
+            counts.append(first)
             first = min(first * 2, last[0])  # the last step may be a shorter one: an end that is named is meant
-        found.append(first)
-    return found
+        counts.append(first)
+    return counts
 
 
 def seconds(text: str) -> float:
     """A time above 0; `inf` is none that ends."""
     try:
-        if (found := float(text)) > 0:  # not a number is not above 0
-            return found
+        if (duration := float(text)) > 0:  # not a number is not above 0
+            return duration
     except ValueError:
         pass
     raise click.BadParameter(f"{text!r} is no time in seconds above 0")

@@ -71,14 +71,18 @@ def plan(
     from hilbert_lib.ring.plan.plan import plan_ring
 
     if (tokens is None) == (grid is None) or (grid is None) != (window is None):
-        given = [f"--{name}" for name in ("tokens", "grid", "window") if context.params[name] is not None]
-        raise click.UsageError(f"give --tokens, or --grid and --window; got {', '.join(given) or 'none of them'}")
+        options = [f"--{name}" for name in ("tokens", "grid", "window") if context.params[name] is not None]
+        raise click.UsageError(f"give --tokens, or --grid and --window; got {', '.join(options) or 'none of them'}")
     how |= {"kv_heads": kv_heads or how["heads"], "dtype": getattr(torch, dtype)}
     if grid:
-        given = (each for each in context.params if context.get_parameter_source(each) == ParameterSource.COMMANDLINE)
-        if others := [f"--{each.replace('_', '-')}" for each in given if each not in OF_GRIDS]:
+        options = (
+            parameter
+            for parameter in context.params
+            if context.get_parameter_source(parameter) == ParameterSource.COMMANDLINE
+        )
+        if foreign := [f"--{parameter.replace('_', '-')}" for parameter in options if parameter not in OF_GRIDS]:
             serving = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(OF_GRIDS - {"grid"}))
-            raise click.UsageError(f"{', '.join(others)}: not of a grid, which takes {serving}")
+            raise click.UsageError(f"{', '.join(foreign)}: not of a grid, which takes {serving}")
         how.pop("transport")
         with usage_errors():
             click.echo(_compared(grid, window, causal, ranks, how))
@@ -96,7 +100,7 @@ def plan(
 
 
 def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, ranks: int, how: dict) -> str:
-    # A line for strips, for the rectangles by which least is received, and for runs of a curve.
+    # A table of three plans: strips, the rectangles that receive least, and runs of a curve.
     from hilbert_lib.ordering import Ordering
     from hilbert_lib.patterns.neighbourhood import Neighbourhood
     from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -110,20 +114,20 @@ def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, rank
         return max(getattr(cost, field) for cost in plan.ranks)
 
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    parts = (each for each in product(counts, repeat=len(grid)) if prod(each) == ranks)
-    cut = {each: plan_halo(near, Rectangles(each), **how) for each in parts}
+    splits = (split for split in product(counts, repeat=len(grid)) if prod(split) == ranks)
+    cut = {split: plan_halo(near, Rectangles(split), **how) for split in splits}
     named = {"strips": (ranks, *(1,) * (len(grid) - 1))}
-    named["rectangles"] = min(cut, key=lambda each: most(cut[each], "received_forward"))
-    plans = {f"{kind} {' x '.join(map(str, each))}": cut[each] for kind, each in named.items()}
+    named["rectangles"] = min(cut, key=lambda split: most(cut[split], "received_forward"))
+    plans = {f"{kind} {' x '.join(map(str, split))}": cut[split] for kind, split in named.items()}
     curve = Ordering.from_curve("hilbert", near.length, grid=grid if len(grid) > 1 else None)
     plans["Hilbert runs"] = plan_halo(near, Runs(curve, shard_lengths_for(near.length, ranks)), **how)
     titles = ("shards", "MB received", "backward", "border", "GB of memory", "backward", "how")
     rows = []
-    for name, each in plans.items():
-        received = [amount(most(each, f"received_{way}") / 1e6) for way in ("forward", "backward")]
-        held = [amount(most(each, f"memory_{way}") / 1e9) for way in ("forward", "backward")]
-        border = max(cost.border / max(1, cost.cells) for cost in each.ranks)
-        if idle := sum(not cost.cells for cost in each.ranks):
+    for name, plan in plans.items():
+        received = [amount(most(plan, f"received_{way}") / 1e6) for way in ("forward", "backward")]
+        memory = [amount(most(plan, f"memory_{way}") / 1e9) for way in ("forward", "backward")]
+        border = max(cost.border / max(1, cost.cells) for cost in plan.ranks)
+        if idle := sum(not cost.cells for cost in plan.ranks):
             name += f" (empty ranks: {idle})"
-        rows.append((name, *received, f"{border:.0%}", *held, each.how))
+        rows.append((name, *received, f"{border:.0%}", *memory, plan.how))
     return f"{plans['Hilbert runs'].title}\n\n{aligned(titles, rows, words=1)}"

@@ -23,7 +23,7 @@ def interruptible() -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones would break the writing of a manifest."""
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        if any(each.f_code is swallowed.__code__ for each, _ in traceback.walk_stack(frame)):
+        if any(caller.f_code is swallowed.__code__ for caller, _ in traceback.walk_stack(frame)):
             return  # raised there it would be dropped once more; it is sent until it is not
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)

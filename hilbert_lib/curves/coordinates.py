@@ -121,9 +121,9 @@ def _raster(sides: tuple[int, ...], device: torch.device) -> Tensor:
 def _snake(sides: tuple[int, ...], device: torch.device) -> Tensor:
     cells = _raster(sides, device)
     index = torch.arange(len(cells), device=device)
-    for axis, side in enumerate(sides):
+    for axis, length in enumerate(sides):
         backwards = index // prod(sides[axis:]) % 2 == 1  # an odd number of runs along this axis came before
-        cells[:, axis] = torch.where(backwards, side - 1 - cells[:, axis], cells[:, axis])
+        cells[:, axis] = torch.where(backwards, length - 1 - cells[:, axis], cells[:, axis])
     return cells
 
 
@@ -137,9 +137,9 @@ def _sorted_by(keys: list[Tensor]) -> Tensor:
 
 def _morton(sides: tuple[int, ...], device: torch.device) -> Tensor:
     # A bit that no coordinate of an axis has is left out of the code: the order is the same and 63 bits suffice.
-    keys = [torch.zeros(side, dtype=torch.int64, device=device) for side in sides]
+    keys = [torch.zeros(length, dtype=torch.int64, device=device) for length in sides]
     place = 0
-    for bit in range(max(side - 1 for side in sides).bit_length()):
+    for bit in range(max(length - 1 for length in sides).bit_length()):
         for axis in reversed(range(len(sides))):
             if (sides[axis] - 1) >> bit:
                 keys[axis] += (torch.arange(sides[axis], device=device) >> bit & 1) << place
@@ -149,10 +149,10 @@ def _morton(sides: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _tile(sides: tuple[int, ...], device: torch.device) -> Tensor:
     tile = TILE_SIDE[len(sides)]
-    tiles = [-(-side // tile) for side in sides]
+    tiles = [-(-length // tile) for length in sides]
     keys = []
-    for axis, side in enumerate(sides):
-        x = torch.arange(side, device=device)
+    for axis, length in enumerate(sides):
+        x = torch.arange(length, device=device)
         inside = x % tile * tile ** (len(sides) - 1 - axis)
         keys.append(x // tile * prod(tiles[axis + 1 :]) * tile ** len(sides) + inside)
     return _sorted_by(keys)

@@ -61,9 +61,9 @@ def block_axes(major: int, sides: Sequence[int]) -> tuple[int, int, int]:
     return major, b, c
 
 
-def _even_half(side: int) -> int:
+def _even_half(length: int) -> int:
     """The even number next to half of a side, the smaller of two; 0 for sides 1 and 2."""
-    return (side + 1) // 4 * 2
+    return (length + 1) // 4 * 2
 
 
 def split(m: int, n: int, p: int) -> tuple[int, tuple[int, int], int]:
@@ -98,7 +98,7 @@ def children(sides: tuple[int, int, int]) -> Iterator[Child]:
     cut_a, cuts_b, cut_c = split(*sides)
     for halves, major, far in _PLANE if cut_c == sides[2] else _OCTANTS:
         cuts = (cut_a, cuts_b[halves[0]], cut_c)
-        bounds = tuple(((0, cut), (cut, side))[half] for half, cut, side in zip(halves, cuts, sides, strict=True))
+        bounds = tuple(((0, cut), (cut, length))[half] for half, cut, length in zip(halves, cuts, sides, strict=True))
         extents = [high - low for low, high in bounds]
         if all(extents):
             axes = block_axes(major, extents)
@@ -106,21 +106,21 @@ def children(sides: tuple[int, int, int]) -> Iterator[Child]:
             yield Child(tuple(extents[axis] for axis in axes), axes, bounds, steps)
 
 
-def block_cells(sides: tuple[int, int, int], device: torch.device, known: dict) -> Tensor:
+def block_cells(sides: tuple[int, int, int], device: torch.device, paths: dict) -> Tensor:
     """The curve through a block, along its own axes: (3, cells) int64.
 
-    Blocks of equal sides have equal curves, and a level has few sizes: `known` keeps them, so no loop runs over cells.
+    Blocks of equal sides have equal curves, and a level has few sizes: `paths` keeps them, so no loop runs over cells.
     """
-    if sides in known:
-        return known[sides]
+    if sides in paths:
+        return paths[sides]
     cells = torch.zeros(3, prod(sides), dtype=torch.int64, device=device)
     if cells.shape[1] > 1:
         start = 0
         for child in children(sides):
             stop = start + prod(child.sides)
-            for row, axis in zip(block_cells(child.sides, device, known), child.axes, strict=True):
+            for row, axis in zip(block_cells(child.sides, device, paths), child.axes, strict=True):
                 (low, high), step = child.bounds[axis], child.steps[axis]
                 torch.add(low if step > 0 else high - 1, row, alpha=step, out=cells[axis, start:stop])
             start = stop
-    known[sides] = cells
+    paths[sides] = cells
     return cells

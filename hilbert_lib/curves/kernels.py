@@ -96,13 +96,13 @@ def index_unread(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, T
 
 @cached_for_graphs(maxsize=32)
 def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rules:
-    widths = [(side - 1).bit_length() for side in sides]
+    widths = [(length - 1).bit_length() for length in sides]
     if sum(widths) > 62:  # a step is one bit beyond at most, and then there is the sign
         raise ValueError(f"shape must have coordinates of at most 62 bits in all, got {sides}")
     axes, grid = whole_block(sides)
     numbers, families = _states(State(grid, axes, (1, 1, 1)), leaf_cells)
     leaves, depths, starts = {}, {}, {}
-    cells, places, known = [], [], {}
+    cells, places, paths = [], [], {}
 
     def settle(block: Block) -> None:  # children before their parents: some are as large, and only turned
         for child in families[block]:
@@ -112,7 +112,7 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
         depths[block] = max((depths[child.sides] + 1 for child in families[block]), default=0)
         if not families[block]:
             starts[block] = sum(map(len, cells))
-            path = block_cells(block, torch.device("cpu"), known)
+            path = block_cells(block, torch.device("cpu"), paths)
             cells.append(path[0] | path[1] << 10 | path[2] << 20)
             places.append(raster_index(path.T, block).argsort())
 
@@ -128,7 +128,7 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
         block, axes, signs = state
         steps = [1 << shifts[axis] for axis in axes]
         if not families[block]:
-            first = [side - 1 if sign < 0 else 0 for side, sign in zip(block, signs, strict=True)]
+            first = [length - 1 if sign < 0 else 0 for length, sign in zip(block, signs, strict=True)]
             strides = block[1] * block[2], block[2], 1
             rows[number, 7, 0], before[number, 7] = number, 7
             layouts[number, 0] = starts[block] + np.dot(first, strides)
@@ -141,10 +141,10 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
         cuts[number] = np.dot(cut, steps)
         cells_before, leaves_before = 0, 0
         for child, low in zip(families[block], lows, strict=True):
-            is_whole = [bounds == (0, side) for bounds, side in zip(child.bounds, block, strict=True)]
-            halves = sum(4 >> axis for axis, at, whole in zip(axes, low, is_whole, strict=True) if at or whole)
+            spans = [bounds == (0, length) for bounds, length in zip(child.bounds, block, strict=True)]
+            halves = sum(4 >> axis for axis, start, full in zip(axes, low, spans, strict=True) if start or full)
             rows[number, halves, :3] = numbers[_lying(child, state)], cells_before, np.dot(low, steps)
-            if is_whole[1] and cut[1]:  # though b is cut in the first half of a
+            if spans[1] and cut[1]:  # though b is cut in the first half of a
                 rows[number, halves ^ 4 >> axes[1]] = rows[number, halves]
             before[number, halves] = leaves_before * 8 + halves
             cells_before += prod(child.sides)
@@ -158,16 +158,16 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
 
 
 def _states(grid: State, leaf_cells: int) -> tuple[dict[State, int], dict[Block, list[Child]]]:
-    """The states that a walk from the grid can reach, each with its number; their blocks' children, of a leaf none."""
-    numbers, found, families = {grid: 0}, [grid], {}
-    for state in found:  # grows on the way
+    """The number of each state that a walk from the grid can reach; and the children of each block, none for a leaf."""
+    numbers, states, families = {grid: 0}, [grid], {}
+    for state in states:  # grows on the way
         if state.sides not in families:
             families[state.sides] = list(children(state.sides)) if prod(state.sides) > leaf_cells else []
         for child in families[state.sides]:
             lying = _lying(child, state)
             if lying not in numbers:
                 numbers[lying] = len(numbers)
-                found.append(lying)
+                states.append(lying)
     return numbers, families
 
 
@@ -177,9 +177,9 @@ def _lying(child: Child, parent: State) -> State:
 
 
 def _lows(child: Child, parent: State) -> list[int]:
-    """How far a child is, along a, b and c of its parent, from the side where the grid's axis begins."""
+    """Cells between a child and the start of the grid's axis, along a, b and c of its parent."""
     lying = zip(child.bounds, parent.sides, parent.signs, strict=True)
-    return [low if sign > 0 else side - high for (low, high), side, sign in lying]
+    return [low if sign > 0 else length - high for (low, high), length, sign in lying]
 
 
 @triton.jit

@@ -101,9 +101,9 @@ def _end_all_below(grace: float) -> None:
 
 def kill_all_below() -> None:
     """Kill all that this process started, and all that those started."""
-    for each in psutil.Process().children(recursive=True):
+    for descendant in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
-            each.kill()
+            descendant.kill()
 
 
 def _run(order: dict) -> None:

@@ -201,27 +201,31 @@ def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
         process.wait(EXIT_SECONDS)
     deadline = time.monotonic() + EXIT_SECONDS
     while (left := _living(process, mark)) and time.monotonic() < deadline:
-        for each in left:
+        for survivor in left:
             with suppress(psutil.Error):  # it has just ended, or is another user's
-                each.kill()
+                survivor.kill()
         process.poll()
         psutil.wait_procs(left, timeout=0.1)
     process.poll()
-    return tuple(each.pid for each in left)
+    return tuple(survivor.pid for survivor in left)
 
 
 def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
-    """What still runs, needed where the supervisor was killed or hangs: found by session, by mark, and by descent."""
-    found = set()
-    for each in psutil.process_iter():
+    """The processes that still run, found by session, by mark and by descent: the supervisor may be dead, or hang."""
+    living = set()
+    for candidate in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has just ended, or is another user's
             # Some leave the session, others get an environment of their own.
-            if runs(each.pid) and (os.getsid(each.pid) == process.pid or each.environ().get(MARK) == mark):
-                found.add(each)
+            if runs(candidate.pid) and (
+                os.getsid(candidate.pid) == process.pid or candidate.environ().get(MARK) == mark
+            ):
+                living.add(candidate)
     if process.poll() is None:  # afterwards its number may be another process's
         with suppress(psutil.Error):
-            found.update(each for each in psutil.Process(process.pid).children(recursive=True) if runs(each.pid))
-    return found
+            living.update(
+                candidate for candidate in psutil.Process(process.pid).children(recursive=True) if runs(candidate.pid)
+            )
+    return living
 
 
 def runs(pid: int) -> bool:

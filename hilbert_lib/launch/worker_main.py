@@ -60,14 +60,14 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, help=text)
     text = "Longest that a rank waits for another one in a collective; by default %(default)s."
     parser.add_argument("--stall-seconds", type=float, default=STALL_SECONDS, help=text)
-    asked = parser.parse_args()
-    if asked.arguments is not None and not (os.path.isfile(asked.arguments) and os.access(asked.arguments, os.R_OK)):
-        parser.error(f"--arguments must be a file that can be read, got {asked.arguments}")
-    if asked.results.exists() and not asked.results.is_dir():
-        parser.error(f"--results must be a folder, got {asked.results}")
-    if not 0 < asked.stall_seconds <= LONGEST_SECONDS:
-        parser.error(f"--stall-seconds must be above 0 and at most {LONGEST_SECONDS:g}, got {asked.stall_seconds:g}")
-    results = asked.results
+    parsed = parser.parse_args()
+    if parsed.arguments is not None and not (os.path.isfile(parsed.arguments) and os.access(parsed.arguments, os.R_OK)):
+        parser.error(f"--arguments must be a file that can be read, got {parsed.arguments}")
+    if parsed.results.exists() and not parsed.results.is_dir():
+        parser.error(f"--results must be a folder, got {parsed.results}")
+    if not 0 < parsed.stall_seconds <= LONGEST_SECONDS:
+        parser.error(f"--stall-seconds must be above 0 and at most {LONGEST_SECONDS:g}, got {parsed.stall_seconds:g}")
+    results = parsed.results
     rank = int(os.environ["RANK"])
     results.mkdir(parents=True, exist_ok=True)
     result_file(results, rank).unlink(missing_ok=True)  # of a former run
@@ -75,7 +75,7 @@ def main() -> None:
     faulthandler.enable()  # a crash shows where
     faulthandler.register(signal.SIGTERM, chain=True)  # and so does a rank ended because of another one
     try:
-        _call(asked, result_file(results, rank))
+        _call(parsed, result_file(results, rank))
     except (Exception, SystemExit) as error:
         # Not in torchrun's own error file: torchrun fails where its signal cuts one off.
         traceback.print_exc()
@@ -94,14 +94,14 @@ def beat_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.pid"
 
 
-def _call(asked: argparse.Namespace, path: Path) -> None:
+def _call(parsed: argparse.Namespace, path: Path) -> None:
     prepare_kernels()
-    os.environ[IMPORTING] = asked.target
-    function = function_of(asked.target)
+    os.environ[IMPORTING] = parsed.target
+    function = function_of(parsed.target)
     del os.environ[IMPORTING]
-    order = {} if asked.arguments is None else json.loads(asked.arguments.read_text(encoding="utf-8"))
+    order = {} if parsed.arguments is None else json.loads(parsed.arguments.read_text(encoding="utf-8"))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = asked.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = parsed.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     on_gpu, options = {}, TOGETHER
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -113,8 +113,8 @@ def _call(asked: argparse.Namespace, path: Path) -> None:
     # All meet before the group is made: its timeout, which may be shorter, is for ranks that are there.
     store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=START_SECONDS)))
     store.set(f"hilbert/{rank}", "")
-    store.wait([f"hilbert/{each}" for each in range(ranks)], timedelta(seconds=START_SECONDS))
-    timeout = timedelta(seconds=asked.stall_seconds)
+    store.wait([f"hilbert/{peer}" for peer in range(ranks)], timedelta(seconds=START_SECONDS))
+    timeout = timedelta(seconds=parsed.stall_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, **on_gpu)
     if on_gpu:  # a message from every rank to every other one
         one_each = torch.zeros(ranks, device="cuda")

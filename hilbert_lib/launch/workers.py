@@ -123,8 +123,8 @@ def run_ranks(
             watch=lambda pid: supervisor,
         )
         supervisor.print_rank_0(is_over=True)
-        if found := supervisor.found:
-            raise RankError(*found, _last_lines(folder, found[0]))
+        if fault := supervisor.fault:
+            raise RankError(*fault, _last_lines(folder, fault[0]))
         if ending.status != "ok":
             raise RankError((), ending.status, ending.cause, ending.output)
         paths = [result_file(folder, rank) for rank in range(ranks)]
@@ -151,7 +151,7 @@ class _Supervisor:
         self.peaks = Peaks()
         self._folder, self._ranks = folder, ranks
         self._seconds, self._stall_seconds = seconds, stall_seconds
-        self.found: tuple[tuple[int, ...], str, str] | None = None  # ranks, status and cause
+        self.fault: tuple[tuple[int, ...], str, str] | None = None  # ranks, status and cause
         self._printed_bytes = 0
 
     def __enter__(self) -> Self:
@@ -159,9 +159,9 @@ class _Supervisor:
         return self
 
     def __exit__(self, *_error) -> None:
-        if self.found is None:
+        if self.fault is None:
             return
-        for rank in self.found[0]:
+        for rank in self.fault[0]:
             with suppress(FileNotFoundError, ProcessLookupError):  # it has not begun, or is gone
                 os.kill(_pid(self._folder, rank), signal.SIGTERM)
         time.sleep(DUMP_SECONDS)
@@ -186,35 +186,59 @@ class _Supervisor:
         begun = [(rank, time.monotonic() - beat) for rank in running if (beat := _last_beat(self._folder, rank))]
         late = [rank for rank, silence in begun if silence > self._stall_seconds]
         if silent := tuple(rank for rank in late if runs(_pid(self._folder, rank))):
-            self.found = silent, "stalled", f"no sign of life for {self._stall_seconds:g} s"
+            self.fault = silent, "stalled", f"no sign of life for {self._stall_seconds:g} s"
         elif running and time.monotonic() - self._start > self._seconds:
-            self.found = running, "timed out", f"longer than {self._seconds:g} s"
-        return "" if self.found is None else self.found[2]
+            self.fault = running, "timed out", f"longer than {self._seconds:g} s"
+        return "" if self.fault is None else self.fault[2]
 
 
 def _fault(folder: Path, reports: list[dict], exits: dict[int, int]) -> RankError:
-    """Which ranks are at fault where some have no result.
+    """The ranks at fault where some have no result.
 
-    The first that ended is: the others found it gone. If it had waited, those that it waited for are.
+    The rank that ended first explains why the others ended. How it ended says who is at fault:
+
+        torch's error says                        and                                  at fault
+        ----------------------------------------  -----------------------------------  --------------------------------
+        a wait timed out                          torchrun ended ranks that had not    these ranks: "stalled"
+                                                  timed out themselves
+        a wait timed out, or a connection closed  other ranks returned their results   these ranks: "failed"
+        neither, or nobody is left to blame       -                                    it, and those with the same cause
     """
+    ranks = range(len(reports))
     errors = {rank: report for rank, report in enumerate(reports) if "error" in report}
-    silent = {rank for rank, report in enumerate(reports) if not report}
-    ended = {rank for rank in silent if exits.get(rank) == -signal.SIGTERM}  # by torchrun, because of another one
-    refused = {rank for rank, report in errors.items() if REFUSED in report["error"]["message"]}  # because of another
-    candidates = silent - ended | errors.keys() - refused or refused or ended
-    first = min(candidates, key=lambda rank: errors[rank]["time"] if rank in errors else _last_beat(folder, rank))
+    first = _first_ended(folder, reports, exits)
     status, cause = _ending(folder, first, reports[first], exits)
-    waiting = {rank for rank in range(len(reports)) if _says(TIMEOUT, folder, rank, errors.get(rank))}
-    if status in ("failed", "crashed") and first in waiting and ended - waiting:
-        stalled = tuple(sorted(ended - waiting))
+    may_have_waited = status in ("failed", "crashed")
+    timed_out = {rank for rank in ranks if _says(TIMEOUT, folder, rank, errors.get(rank))}
+    stalled = tuple(sorted(_terminated(reports, exits) - timed_out))
+    if may_have_waited and first in timed_out and stalled:
         return RankError(stalled, "stalled", f"rank {first} waited: {cause}", _last_lines(folder, stalled))
-    returned = tuple(rank for rank, report in enumerate(reports) if "result" in report)
-    was_left = first in waiting or _says(CLOSED, folder, first, errors.get(first))
-    if status in ("failed", "crashed") and was_left and returned:
+    returned = tuple(rank for rank in ranks if "result" in reports[rank])
+    was_left = first in timed_out or _says(CLOSED, folder, first, errors.get(first))
+    if may_have_waited and was_left and returned:
         cause = f"returned while rank {first} waited: {cause}"
         return RankError(returned, "failed", cause, _last_lines(folder, (*returned, first)))
     alike = (rank for rank, report in errors.items() if _ending(folder, rank, report, exits) == (status, cause))
     return RankError(tuple(alike) or (first,), status, cause, _last_lines(folder, [first]))
+
+
+def _first_ended(folder: Path, reports: list[dict], exits: dict[int, int]) -> int:
+    """The rank without a result that ended first, among those that ended by themselves, if there are any."""
+    errors = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+    unreported = {rank for rank, report in enumerate(reports) if not report}
+    terminated = _terminated(reports, exits)
+    refused = {rank for rank, error in errors.items() if REFUSED in error["message"]}  # because of another rank
+    by_themselves = (unreported - terminated) | (errors.keys() - refused)
+
+    def end_time(rank: int) -> float:
+        return reports[rank]["time"] if rank in errors else _last_beat(folder, rank)
+
+    return min(by_themselves or refused or terminated, key=end_time)
+
+
+def _terminated(reports: list[dict], exits: dict[int, int]) -> set[int]:
+    # The ranks that torchrun ended because of another one: they had no time to report.
+    return {rank for rank, report in enumerate(reports) if not report and exits.get(rank) == -signal.SIGTERM}
 
 
 def _says(words: re.Pattern, folder: Path, rank: int, report: dict | None) -> bool:
@@ -250,12 +274,12 @@ def _stderr(folder: Path, rank: int) -> tuple[str, ...]:
 
 
 def _last_lines(folder: Path, ranks: Iterable[int]) -> tuple[str, ...]:
-    return tuple(line for rank in ranks for line in (f"rank {rank}:", *_told(_stderr(folder, rank))))
+    return tuple(line for rank in ranks for line in (f"rank {rank}:", *_tail(_stderr(folder, rank))))
 
 
-def _told(lines: tuple[str, ...]) -> tuple[str, ...]:
-    # The end of a log. Of a process that torch aborted after an error, as NCCL does where a kernel failed, it is that
-    # error: what the threads were doing by then fills the end.
+def _tail(lines: tuple[str, ...]) -> tuple[str, ...]:
+    # The end of a log; or the error before it, where torch aborted the process after an error, as NCCL does where a
+    # kernel failed: the end is then filled with what the threads were doing.
     errors = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if errors and any(line.startswith("Fatal Python error") for line in lines):
         lines = lines[errors[-1] :]

@@ -73,14 +73,14 @@ class SafetyConfig:
             raise ValueError(f"{path} must be a TOML file: {error}") from error
         variables = {name: text for name, text in os.environ.items() if name.startswith(PREFIX)}
         attributes = {PREFIX + name.upper(): name for name in _ALLOWED}
-        for what, found, known in (
+        for what, names, allowed in (
             (f"{path} has no key", in_file, _ALLOWED),
             ("there is no variable", variables, attributes),
             ("SafetyConfig.load has no argument", overrides, _ALLOWED),
         ):
-            for name in found:
-                if name not in known:
-                    raise ValueError(f"{what} {name!r}{nearest(name, known)}")
+            for name in names:
+                if name not in allowed:
+                    raise ValueError(f"{what} {name!r}{nearest(name, allowed)}")
         limits = {name: _checked(name, value, f"{path}: {name}") for name, value in in_file.items()}
         for variable, text in variables.items():
             try:
@@ -101,9 +101,9 @@ def config_or_default(config: object) -> SafetyConfig:
 def _checked(name: str, value: object, called: str) -> float:
     """The value of an attribute; an error calls it by the name that its source uses."""
     value = number(called, value)
-    least, includes_least, most = _ALLOWED[name]
-    if not (least <= value <= most if includes_least else least < value <= most) or value == math.inf:
-        low = "at least" if includes_least else "above"
-        high = f" and at most {most}" if most < math.inf else " and finite"
-        raise ValueError(f"{called} must be {low} {least}{high}, got {value}")
+    smallest, includes_smallest, largest = _ALLOWED[name]
+    if not (smallest <= value <= largest if includes_smallest else smallest < value <= largest) or value == math.inf:
+        low = "at least" if includes_smallest else "above"
+        high = f" and at most {largest}" if largest < math.inf else " and finite"
+        raise ValueError(f"{called} must be {low} {smallest}{high}, got {value}")
     return value

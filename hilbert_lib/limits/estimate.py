@@ -79,7 +79,7 @@ def estimate_memory(
     extra: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
-    """Bytes that `dilated_attention`, not of packed documents, or `neighbourhood_attention` holds at its highest point.
+    """Peak bytes of one call of attention. Packed documents are not covered.
 
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
@@ -132,45 +132,50 @@ def estimate_memory(
     batch = checks.integer("batch", batch, least=1)
     head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
     if batch * (length + extra) * heads * head_dim > checks.LARGEST_SIZE * LARGEST_HEAD_DIM:
-        asked = f"batch {batch}, length {length}, heads {heads}, head_dim {head_dim}"
-        raise ValueError(f"length must be one whose bytes can be counted in 64 bits, got {asked}")
+        sizes = f"batch {batch}, length {length}, heads {heads}, head_dim {head_dim}"
+        raise ValueError(f"length must be one whose bytes can be counted in 64 bits, got {sizes}")
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
-    more = k.new_empty(batch, extra, kv_heads, head_dim)
+    extra_keys = k.new_empty(batch, extra, kv_heads, head_dim)
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
-    asked = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
+    options = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
     if has_kv_ordering:  # any one: the choice asks whether there is one
-        asked["kv_ordering"] = Ordering.linear(length)
-    asked, named = asked | {"pattern": pattern}, backend
-    backend = _serving(q, k, padding, device, named, direction == "backward", backends, asked)
+        options["kv_ordering"] = Ordering.linear(length)
+    options, named = options | {"pattern": pattern}, backend
+    backend = _serving(q, k, padding, device, named, direction == "backward", backends, options)
     is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)
     if on_grid:
-        call, leaves = Request(near, scale=head_dim**-0.5, key_padding_mask=padding), Tensors(q, k, k, more, more)
+        call, leaves = (
+            Request(near, scale=head_dim**-0.5, key_padding_mask=padding),
+            Tensors(q, k, k, extra_keys, extra_keys),
+        )
     else:
         seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
         slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
         call = Request(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
         leaves = Tensors(q, k, k)
-    own = backends[backend]
+    serving_backend = backends[backend]
     if (
         device.type == "cuda"
         and not torch.cuda.is_available()
-        and (reason := own.limits(q, call) or own.of_keys(q, k, call))
+        and (reason := serving_backend.limits(q, call) or serving_backend.of_keys(q, k, call))
     ):
         raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
     lse = torch.empty(batch, heads, rows, dtype=WORKING_DTYPE[dtype], device="meta")
     inputs, outputs = {"q, k, v": q.nbytes + 2 * k.nbytes}, {"out": q.nbytes, "lse": lse.nbytes}
-    inputs |= {"extra k, v": 2 * more.nbytes} if extra else {}
+    inputs |= {"extra k, v": 2 * extra_keys.nbytes} if extra else {}
     if direction == "backward":
         grads = {f"d{name.replace(', ', ', d')}": size for name, size in inputs.items()}
         inputs, outputs = inputs | {"dout": q.nbytes, **outputs}, grads
-    given, returned = (leaves,) if direction == "forward" else (q, leaves, q, lse), sum(outputs.values())
-    workspace = own.workspace(given, call, direction, device, returned) if own.workspace else None
+    arguments, returned = (leaves,) if direction == "forward" else (q, leaves, q, lse), sum(outputs.values())
+    workspace = (
+        serving_backend.workspace(arguments, call, direction, device, returned) if serving_backend.workspace else None
+    )
     if workspace is None:
-        workspace = {"temporary": _traced(given, call, own, direction, device) - returned}
+        workspace = {"temporary": _traced(arguments, call, serving_backend, direction, device) - returned}
     if direction == "forward" and not on_grid and has_zero_keys(call, length):
-        # Their table, and weights when the rest is free again.
+        # Their table; and their weights, which are computed when the rest is free again.
         table = kv_heads * rows * lse.element_size()
         workspace["zero keys"] = table + max(0, lse.nbytes + lse.numel() - sum(workspace.values()))
     if is_gathered and direction == "forward":
@@ -189,10 +194,10 @@ def estimate_memory(
 
 def _serving(
     q: Tensor, k: Tensor, padding: Tensor | None, device: torch.device, backend: str, gradient: bool,
-    backends: dict[str, Backend], asked: dict,
+    backends: dict[str, Backend], options: dict,
 ) -> str:  # fmt: skip
-    """The backend that would run, asked with stand-ins of one element; without a device, the one that is named."""
-    # A GPU that is not here cannot be asked: there "reference" checks sizes, dtype and pattern.
+    """The backend that would run a call of tensors like these. Where the GPU is absent it must be named."""
+    # Without the GPU, "reference" on the CPU checks sizes, dtype and pattern.
     is_absent = device.type == "cuda" and not torch.cuda.is_available()
     if is_absent and backend not in backends:
         raise ValueError(f"backend must be named where there is no GPU to ask, {', '.join(backends)}; got {backend!r}")
@@ -201,7 +206,7 @@ def _serving(
     q, k = (torch.empty(1, **needs).expand(x.shape) for x in (q, k))
     mask = None if padding is None else torch.zeros(1, dtype=torch.bool, device=place).expand(padding.shape)
     with torch.set_grad_enabled(gradient):
-        explanation = explain_backend(q, k, k, key_padding_mask=mask, backend=name, **asked)
+        explanation = explain_backend(q, k, k, key_padding_mask=mask, backend=name, **options)
     if is_absent:
         return backend
     if not explanation.chosen:
@@ -210,12 +215,12 @@ def _serving(
 
 
 class _Alive(dispatch_mode()):
-    """Counts the bytes of tensors alive while operators run on meta tensors; `peak` leaves the given tensors out."""
+    """Counts the bytes of tensors alive while operators run on meta tensors; `peak` leaves `inputs` out."""
 
-    def __init__(self, given: list[Tensor], device: torch.device):
+    def __init__(self, inputs: list[Tensor], device: torch.device):
         super().__init__()
         self._on_cpu = device.type == "cpu"
-        self._sizes = {id(x.untyped_storage()): 0 for x in given}
+        self._sizes = {id(x.untyped_storage()): 0 for x in inputs}
         self._now = self.peak = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -238,10 +243,10 @@ class _Alive(dispatch_mode()):
 
 
 def leaves_of(x: object) -> Iterator[object]:
-    """What is in tuples and lists, which may lie in one another."""
+    """The leaves of nested tuples and lists."""
     if isinstance(x, tuple | list):
-        for each in x:
-            yield from leaves_of(each)
+        for item in x:
+            yield from leaves_of(item)
     else:
         yield x
 
@@ -260,12 +265,12 @@ def _inside(operator: Callable, args: tuple) -> int:
     return 0
 
 
-def _traced(given: tuple, call: Request, backend: Backend, direction: str, device: torch.device) -> int:
+def _traced(arguments: tuple, call: Request, backend: Backend, direction: str, device: torch.device) -> int:
     """Bytes alive at the highest point of a backend written in torch's operators, what it returns included."""
     run = backend.functions(device)[DIRECTIONS.index(direction)]
-    others = [x for x in (call.seed, call.key_padding_mask) if x is not None]
-    with torch.no_grad(), _Alive([x for x in leaves_of(given) if x is not None] + others, device) as alive:
-        results = run(*given, call)
+    tensors = [x for x in (call.seed, call.key_padding_mask) if x is not None]
+    with torch.no_grad(), _Alive([x for x in leaves_of(arguments) if x is not None] + tensors, device) as alive:
+        results = run(*arguments, call)
         if direction == "forward":
             results[1].contiguous()
     return alive.peak

@@ -147,11 +147,11 @@ def _cgroup_bounds() -> Iterator[tuple[int, int]]:
             continue
         # In a container the path may be the host's, or lead out of what is mounted; at the root is then its own group.
         folder = Path(os.path.normpath(f"{root}/{path}"))
-        groups = [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+        groups = [parent for parent in (folder, *folder.parents) if parent.is_relative_to(root)]
         for group in groups or [root]:
-            found = [_number(group / name) for name in limits]
-            if found := [limit for limit in found if limit is not None and limit >= 0]:  # some write "none" as -1
-                limit, used = min(found), _number(group / usage) or 0
+            bounds = [_number(group / name) for name in limits]
+            if bounds := [limit for limit in bounds if limit is not None and limit >= 0]:  # some write "none" as -1
+                limit, used = min(bounds), _number(group / usage) or 0
                 # Pages of files are given back at need.
                 free = limit - used + (_number(group / "memory.stat", f"^{cache} ([0-9]{{1,20}})$") or 0)
                 yield limit, max(0, min(limit, free))
@@ -160,10 +160,10 @@ def _cgroup_bounds() -> Iterator[tuple[int, int]]:
 def _number(file: Path, words: str = r"\A\s*(-?[0-9]{1,20})\s*\Z") -> int | None:
     """A number of the kernel's; None where the file is missing, cannot be read or holds another word, as "max"."""
     try:
-        found = re.search(words.encode(), file.read_bytes(), re.MULTILINE)
+        match = re.search(words.encode(), file.read_bytes(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def measure_peak(run: Callable[[], object], device: object = None) -> int:
@@ -203,20 +203,20 @@ def _measure_cpu_peak(run: Callable[[], object]) -> int:
                 run()
             finally:
                 silence.enter_context(_silent_stderr())
-    taken = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(taken, initial=0))
+    changes = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(changes, initial=0))
 
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
     # Of the process, not of Python: it is C++ that prints.
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nothing)
 
 

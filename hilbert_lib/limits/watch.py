@@ -201,7 +201,7 @@ def _tree_bytes(process: psutil.Process) -> int:
     """Resident memory of a process and all that it started; 0 once it has ended."""
     total = 0
     with suppress(psutil.NoSuchProcess):
-        for one in [process, *process.children(recursive=True)]:
+        for member in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                total += one.memory_info().rss
+                total += member.memory_info().rss
     return total

@@ -70,7 +70,7 @@ def test_attention_without_projections_is_captured():
 def test_tables_first_used_in_a_capture_are_refused_by_a_clear_error():
     q = torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16)
     with (
-        pytest.raises(RuntimeError, match="must have run once before a CUDA graph captures it"),
+        pytest.raises(RuntimeError, match="run it once, just before the CUDA graph is captured"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         dilated_attention(q, q, q, DilatedPattern((224, 448), (1, 7)), backend="triton")

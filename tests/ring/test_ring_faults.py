@@ -157,7 +157,7 @@ def test_a_step_of_the_systems_clock_is_no_silence_and_hides_none(tmp_path, monk
     def found():
         supervisor = _Supervisor(tmp_path, 2, 60, 2)
         supervisor._start = now  # not by a `with`, which would end this process as a rank that is silent
-        return supervisor.cause and supervisor.found
+        return supervisor.cause and supervisor.fault
 
     clock, now = time.time, time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)

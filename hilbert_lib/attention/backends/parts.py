@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.dropout import name_table, named, of_branches
+from hilbert_lib.attention.dropout import is_named, name_table, named, of_branches
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.patterns.pattern import Pattern
@@ -107,7 +107,7 @@ def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> 
     # A seed with which a pattern's own parts drop what they drop as parts of the union.
     count, parts = len(union.patterns), union.patterns[number].part_count(kv_heads)
     branches = tuple(part * count + number for part in range(parts))
-    if seed.dtype == torch.int32:  # of a document
+    if is_named(seed):  # of a document
         return of_branches(seed, union.part_count(kv_heads), branches)
     names = torch.tensor([0, 0, 1, 0, 0, 0, 0], device=q.device).repeat(q.shape[0], q.shape[2], 1)
     names[..., 0] = torch.arange(q.shape[0], device=q.device)[:, None]
