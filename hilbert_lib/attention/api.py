@@ -261,31 +261,33 @@ def computed(
     """
     form = None
     if not torch.compiler.is_compiling() and not is_watched((q, k, v, *options.values())):
-        others = {**options, "kv_ordering": kv_ordering, "return_lse": return_lse}
-        form = known_calls.form_of((q, k, v), pattern, door, backend, others)
-        if known := known_calls.known(form):
+        form_options = {**options, "kv_ordering": kv_ordering, "return_lse": return_lse}
+        form = known_calls.form_of((q, k, v), pattern, door, backend, form_options)
+        if known_call := known_calls.known(form):
             try:
-                out, lse = _computed_again(known, Tensors(q, k, v), kv_ordering, **options)
+                out, lse = _computed_again(known_call, Tensors(q, k, v), kv_ordering, **options)
                 return (out, lse) if return_lse else out
             except KernelError:
                 pass  # as tensors lie in memory now, it does not compile: what follows passes it over, or says so
-    given, request = validated(
+    inputs, request = validated(
         q, k, v, door(pattern), backend=backend, return_lse=return_lse, kv_ordering=kv_ordering, **options
     )
-    request = _with_seed(request, given.q)
+    request = _with_seed(request, inputs.q)
 
     def choose() -> str:
         has_ordering = kv_ordering is not None
-        return serving(given.q, given.k, request, backend, gradient=needs_gradient(*given), has_ordering=has_ordering)
+        return serving(
+            inputs.q, inputs.k, request, backend, gradient=needs_gradient(*inputs), has_ordering=has_ordering
+        )
 
     def run(chosen: str) -> tuple[Tensor, Tensor]:
-        q = given.q
+        q = inputs.q
         undone = kv_ordering is not None and is_undone(backend, chosen, q.device, request, q.shape[1])
-        some, own = _as_stored(given, request, kv_ordering, undone)
-        results = operators.forward(some, own, chosen)
+        stored_inputs, stored_request = _as_stored(inputs, request, kv_ordering, undone)
+        results = operators.forward(stored_inputs, stored_request, chosen)
         if form is not None:
             served = served_by(chosen, request.pattern, q)
-            call = KnownCall(without_tensors(request), served, undone, takes_extra=given.extra_k is not None)
+            call = KnownCall(without_tensors(request), served, undone, takes_extra=inputs.extra_k is not None)
             known_calls.remember(form, call)
         return results
 
@@ -294,8 +296,8 @@ def computed(
 
 
 def _computed_again(
-    known: KnownCall,
-    given: Tensors,
+    known_call: KnownCall,
+    inputs: Tensors,
     kv_ordering: Ordering | None,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -305,16 +307,16 @@ def _computed_again(
     **_checked: object,
 ) -> tuple[Tensor, Tensor]:
     # Output and lse of a call whose form is known: all that is taken from it are its tensors.
-    q, k, v, *_ = given
-    if known.takes_extra:
+    q, k, v, *_ = inputs
+    if known_call.takes_extra:
         if extra_k is None:
             extra_k = extra_v = k.new_empty(k.shape[0], 0, *k.shape[2:])
-        given = Tensors(q, k, v, extra_k, extra_v)
+        inputs = Tensors(q, k, v, extra_k, extra_v)
     masks = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens, "extra_padding_mask": extra_padding_mask}
     masks = {name: x for name, x in masks.items() if x is not None}
-    request = _with_seed(replace(known.request, **masks) if masks else known.request, q)
-    some, request = _as_stored(given, request, kv_ordering, known.is_undone)
-    return unwatched_forward(some, request, known.served, operators.dispatched_backward)
+    request = _with_seed(replace(known_call.request, **masks) if masks else known_call.request, q)
+    stored_inputs, request = _as_stored(inputs, request, kv_ordering, known_call.is_undone)
+    return unwatched_forward(stored_inputs, request, known_call.served, operators.dispatched_backward)
 
 
 def _with_seed(request: Request, q: Tensor) -> Request:
@@ -324,15 +326,15 @@ def _with_seed(request: Request, q: Tensor) -> Request:
 
 
 def _as_stored(
-    given: Tensors, request: Request, kv_ordering: Ordering | None, is_undone: bool
+    inputs: Tensors, request: Request, kv_ordering: Ordering | None, is_undone: bool
 ) -> tuple[Tensors, Request]:
     # k and v in sequence order, or the request with the table by which they are read.
     if kv_ordering is None:
-        return given, request
-    q, k, v, *extra = given
+        return inputs, request
+    q, k, v, *extra = inputs
     if is_undone:
         return Tensors(q, in_sequence(k, kv_ordering), in_sequence(v, kv_ordering), *extra), request
-    return given, replace(request, inverse=kv_ordering.slots(k.device))
+    return inputs, replace(request, inverse=kv_ordering.slots(k.device))
 
 
 def check_neighbourhood(neighbourhood: object, prefix: str = "") -> Neighbourhood | HeadNeighbourhoods:

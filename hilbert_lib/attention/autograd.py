@@ -49,8 +49,8 @@ class Passes(NamedTuple):
     The request is of any form: autograd looks at each argument of its functions, and so gets it as one.
     """
 
-    forward: Callable  # (given, request) -> (out, lse)
-    backward: Callable  # (dout, given, out, lse, request) -> gradients
+    forward: Callable  # (inputs, request) -> (out, lse)
+    backward: Callable  # (dout, inputs, out, lse, request) -> gradients
     apart: Callable  # request -> (its tensors, the rest): autograd then sees it if a mask changes before the backward
     together: Callable  # (tensors, rest) -> request
 
@@ -58,15 +58,15 @@ class Passes(NamedTuple):
 # Functions of autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
 # bookkeeping in every forward as all the rest of a call.
 class Differentiable(torch.autograd.Function):
-    """(*given, passes, request) -> (out, lse); differentiable once, through out."""
+    """(*inputs, passes, request) -> (out, lse); differentiable once, through out."""
 
     @staticmethod
     def forward(ctx, *args) -> tuple[Tensor, Tensor]:
-        *given, passes, request = args
-        out, lse = passes.forward(given, request)
+        *inputs, passes, request = args
+        out, lse = passes.forward(inputs, request)
         tensors, ctx.rest = passes.apart(request)
-        ctx.passes, ctx.count = passes, len(given)
-        ctx.save_for_backward(*given, out, lse, *tensors)
+        ctx.passes, ctx.count = passes, len(inputs)
+        ctx.save_for_backward(*inputs, out, lse, *tensors)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
         return out, lse
@@ -76,9 +76,9 @@ class Differentiable(torch.autograd.Function):
         if dout is None:
             return (None,) * (ctx.count + 2)
         saved, count = ctx.saved_tensors, ctx.count
-        given, (out, lse), tensors = saved[:count], saved[count : count + 2], saved[count + 2 :]
-        grads = ctx.passes.backward(dout, given, out, lse, ctx.passes.together(tensors, ctx.rest))
-        return *(None if x is None else grad for x, grad in zip(given, grads, strict=True)), None, None
+        inputs, (out, lse), tensors = saved[:count], saved[count : count + 2], saved[count + 2 :]
+        grads = ctx.passes.backward(dout, inputs, out, lse, ctx.passes.together(tensors, ctx.rest))
+        return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), None, None
 
 
 class Once(torch.autograd.Function):
@@ -86,33 +86,33 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args) -> tuple[Tensor, ...]:
-        *given, run, ctx.function = args
-        return run(*given)
+        *tensors, run, ctx.function = args
+        return run(*tensors)
 
     @staticmethod
     def backward(ctx, *_grads: Tensor) -> None:
         raise RuntimeError(f"{ctx.function} can be differentiated once; its second derivative is not implemented")
 
 
-def unwatched_forward(given: Tensors, request: Request, served: Served, dispatched: Callable) -> tuple[Tensor, Tensor]:
+def unwatched_forward(inputs: Tensors, request: Request, served: Served, dispatched: Callable) -> tuple[Tensor, Tensor]:
     """Output and lse for tensors of which `is_watched` is False.
 
-    dispatched: (dout, given, out, lse, request, backend) -> gradients through torch's dispatcher, where somebody
+    dispatched: (dout, inputs, out, lse, request, backend) -> gradients through torch's dispatcher, where somebody
         watches the backward.
     """
-    if _is_recorded(given):
-        return Differentiable.apply(*given, _UNWATCHED, (request, served, dispatched))
-    return run_forward(given, request, served)
+    if _is_recorded(inputs):
+        return Differentiable.apply(*inputs, _UNWATCHED, (request, served, dispatched))
+    return run_forward(inputs, request, served)
 
 
 def unwatched_backward(
-    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
 ) -> tuple:
     """The gradients for tensors of which `is_watched` is False; they have no second derivative, and say so."""
-    tensors = dout, *given, out, lse
+    tensors = dout, *inputs, out, lse
     if not _is_recorded(tensors):
-        return run_backward(dout, given, out, lse, request, served)
-    count = len(given)
+        return run_backward(dout, inputs, out, lse, request, served)
+    count = len(inputs)
 
     def run(dout: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
         return run_backward(dout, Tensors(*rest[:count]), *rest[count:], request, served)
@@ -120,25 +120,25 @@ def unwatched_backward(
     return Once.apply(*tensors, run, request.pattern.function)
 
 
-def _backward(dout: Tensor, given: tuple, out: Tensor, lse: Tensor, asked: tuple) -> tuple[Tensor, ...]:
-    request, served, dispatched = asked
-    given = Tensors(*given)
-    if is_watched((dout, *given, out, lse, *tensors_of(request))):
-        return dispatched(dout, given, out, lse, request, served.name)
-    return unwatched_backward(dout, given, out, lse, request, served)
+def _backward(dout: Tensor, inputs: tuple, out: Tensor, lse: Tensor, call: tuple) -> tuple[Tensor, ...]:
+    request, served, dispatched = call
+    inputs = Tensors(*inputs)
+    if is_watched((dout, *inputs, out, lse, *tensors_of(request))):
+        return dispatched(dout, inputs, out, lse, request, served.name)
+    return unwatched_backward(dout, inputs, out, lse, request, served)
 
 
-def _forward(given: list, asked: tuple) -> tuple[Tensor, Tensor]:
-    request, served, _ = asked
-    return run_forward(Tensors(*given), request, served)
+def _forward(inputs: list, call: tuple) -> tuple[Tensor, Tensor]:
+    request, served, _ = call
+    return run_forward(Tensors(*inputs), request, served)
 
 
-def _apart(asked: tuple) -> tuple[tuple, tuple]:
-    return tensors_of(asked[0]), asked
+def _apart(call: tuple) -> tuple[tuple, tuple]:
+    return tensors_of(call[0]), call
 
 
-def _together(tensors: tuple, asked: tuple) -> tuple:
-    request, *rest = asked
+def _together(tensors: tuple, call: tuple) -> tuple:
+    request, *rest = call
     return with_tensors(request, tensors), *rest
 
 
@@ -154,86 +154,86 @@ def _is_recorded(tensors: Iterable[Tensor | None]) -> bool:
     return needs_gradient(*tensors) and not is_below_autograd()
 
 
-def run_forward(given: Tensors, request: Request, served: Served) -> tuple[Tensor, Tensor]:
+def run_forward(inputs: Tensors, request: Request, served: Served) -> tuple[Tensor, Tensor]:
     """Output and lse, both contiguous."""
-    q = given.q
-    if not (q.numel() and given.k.numel()):  # dense operators do not take empty tensors
-        out, lse = empty_results(given.q)
+    q = inputs.q
+    if not (q.numel() and inputs.k.numel()):  # dense operators do not take empty tensors
+        out, lse = empty_results(inputs.q)
         return out.zero_(), lse.fill_(-torch.inf)
     try:
         with torch.cuda.device_of(q), _without_autocast(q.device):
             if request.cu_seqlens is None or served.reads_documents:
-                return _forward_of_one(served, given, request)
-            return _forward_of_each(served, given, request)
+                return _forward_of_one(served, inputs, request)
+            return _forward_of_each(served, inputs, request)
     except failures.KernelError as error:
         failures.remember(error, request.pattern.function, served.name, q)
         raise
 
 
-def _forward_of_each(served: Served, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    # One document after the other.
-    q = given.q
+def _forward_of_each(served: Served, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    # Output and lse, one document after the other.
+    q = inputs.q
     out, lse = empty_results(q)
-    for rows, own in documents(request, q, given.k.shape[2]):
-        some = Tensors(*(x[:, rows] for x in given[:3]))
-        out[:, rows], lse[:, :, rows] = _forward_of_one(served, some, own)
+    for rows, document in documents(request, q, inputs.k.shape[2]):
+        document_inputs = Tensors(*(x[:, rows] for x in inputs[:3]))
+        out[:, rows], lse[:, :, rows] = _forward_of_one(served, document_inputs, document)
     return out, lse
 
 
-def _forward_of_one(served: Served, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def _forward_of_one(served: Served, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     # One document, a batch of sequences, or documents where the backend reads their lengths.
-    out, lse = served.forward(_as_loaded(given), request)
+    out, lse = served.forward(_as_loaded(inputs), request)
     lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
     if _has_zero_keys(request.pattern):
-        add_zero_keys(out, lse, request, request.first_query, given.k.shape[1], given.k.shape[2])
+        add_zero_keys(out, lse, request, request.first_query, inputs.k.shape[1], inputs.k.shape[2])
     return out, lse
 
 
 def run_backward(
-    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
 ) -> tuple[Tensor, ...]:
-    """The gradient of each tensor of `given`, without elements where it is None."""
-    if not (given.q.numel() and given.k.numel()):
-        return tuple(x.zero_() for x in empty_gradients(dout, given, request.part))
+    """The gradient of each tensor of `inputs`, without elements where it is None."""
+    if not (inputs.q.numel() and inputs.k.numel()):
+        return tuple(x.zero_() for x in empty_gradients(dout, inputs, request.part))
     if _has_zero_keys(request.pattern):
         request = replace(request, is_part=True)  # out and lse hold zero keys too
     try:
         with torch.cuda.device_of(dout), _without_autocast(dout.device):
             if request.cu_seqlens is None or served.reads_documents:
-                return _backward_of_one(served, dout, given, out, lse, request)
-            return _backward_of_each(served, dout, given, out, lse, request)
+                return _backward_of_one(served, dout, inputs, out, lse, request)
+            return _backward_of_each(served, dout, inputs, out, lse, request)
     except failures.KernelError as error:
         failures.remember(error, request.pattern.function, served.name, dout)
         raise
 
 
 def _backward_of_each(
-    served: Served, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
+    served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request
 ) -> tuple[Tensor, ...]:
-    grads = empty_gradients(dout, given, request.part)
-    for rows, own in documents(request, given.q, given.k.shape[2]):
-        some = Tensors(*(x[:, rows] for x in given[:3]))
-        own_lse = lse[:, :, rows].contiguous()
-        found = _backward_of_one(served, dout[:, rows], some, out[:, rows], own_lse, own)
-        for whole, part in zip(grads[:3], found[:3], strict=True):
-            whole[:, rows] = part
+    grads = empty_gradients(dout, inputs, request.part)
+    for rows, document in documents(request, inputs.q, inputs.k.shape[2]):
+        document_inputs = Tensors(*(x[:, rows] for x in inputs[:3]))
+        document_lse = lse[:, :, rows].contiguous()
+        document_grads = _backward_of_one(served, dout[:, rows], document_inputs, out[:, rows], document_lse, document)
+        for grad, part in zip(grads[:3], document_grads[:3], strict=True):
+            grad[:, rows] = part
     return grads
 
 
 def _backward_of_one(
-    served: Served, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
+    served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request
 ) -> tuple[Tensor, ...]:
-    found = served.backward(_as_kernels_load(dout), _as_loaded(given), out, lse, request)
-    grads = [dout.new_empty(0) if x is None else x.contiguous() for x in found]
-    return *grads, *(dout.new_empty(0) for _ in range(len(given) - len(grads)))
+    results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request)
+    grads = [dout.new_empty(0) if x is None else x.contiguous() for x in results]
+    return *grads, *(dout.new_empty(0) for _ in range(len(inputs) - len(grads)))
 
 
 def _has_zero_keys(pattern: Pattern) -> bool:
     return isinstance(pattern, DilatedPattern) and pattern.padding == "zeros"
 
 
-def _as_loaded(given: Tensors) -> Tensors:
-    return Tensors(*[x if x is None else _as_kernels_load(x) for x in given])
+def _as_loaded(inputs: Tensors) -> Tensors:
+    return Tensors(*[x if x is None else _as_kernels_load(x) for x in inputs])
 
 
 def _as_kernels_load(x: Tensor) -> Tensor:
@@ -262,9 +262,9 @@ def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(batch, heads, queries, dtype=WORKING_DTYPE[q.dtype])
 
 
-def empty_gradients(dout: Tensor, given: tuple, part: GridPart | list[int] | None) -> tuple[Tensor, ...]:
+def empty_gradients(dout: Tensor, inputs: tuple, part: GridPart | list[int] | None) -> tuple[Tensor, ...]:
     """Gradients without values. part: as a request has it, or as numbers of which the last says the same."""
-    grads = [dout.new_empty(0 if x is None else x.shape) for x in given]
+    grads = [dout.new_empty(0 if x is None else x.shape) for x in inputs]
     if part and part[-1]:
         grads[1:3] = [x.to(WORKING_DTYPE[x.dtype]) for x in grads[1:3]]
     return tuple(grads)

@@ -15,7 +15,7 @@ from hilbert_lib.internals import assert_async
 LOOPED = "attends to one document after the other; the host waits for the device to tell their lengths"
 
 
-def check_documents(q: Tensor, cu_seqlens: object, max_seqlen: object, **others: object) -> int | None:
+def check_documents(q: Tensor, cu_seqlens: object, max_seqlen: object, **excluded: object) -> int | None:
     """max_seqlen, if the documents of q are described as `dilated_attention` takes them, without these other options.
 
     Values on the device are not read: `lengths_of` checks them.
@@ -34,7 +34,7 @@ def check_documents(q: Tensor, cu_seqlens: object, max_seqlen: object, **others:
         raise ValueError(f"cu_seqlens must be on the device of q ({q.device}), got {cu_seqlens.device}")
     if q.shape[0] != 1:
         raise ValueError(f"q must have a batch of 1 with cu_seqlens, got {q.shape[0]}")
-    for name, value in others.items():
+    for name, value in excluded.items():
         if value is not None:
             got = type(value).__name__ if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} must be None with cu_seqlens, got {got}")
@@ -49,9 +49,9 @@ def rows_of(cu_seqlens: Tensor, total: int, max_seqlen: int | None = None) -> li
     """
     ends = cu_seqlens.tolist()
     rows = [slice(*pair) for pair in itertools.pairwise(ends)]
-    if ends[0] != 0 or ends[-1] != total or any(each.start > each.stop for each in rows):
+    if ends[0] != 0 or ends[-1] != total or any(document.start > document.stop for document in rows):
         raise ValueError(f"cu_seqlens must begin with 0, never fall and end with q's length {total}, got {_some(ends)}")
-    longest = max((each.stop - each.start for each in rows), default=0)
+    longest = max((document.stop - document.start for document in rows), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen must be at least the length of every document, {longest}, got {max_seqlen}")
     return rows

@@ -31,6 +31,6 @@ def explain_backend(
     'eager'
     """
     known_by(api.attend, options, called="explain_backend")
-    given, request = validated(q, k, v, as_pattern(pattern), backend=backend, **options)
+    inputs, request = validated(q, k, v, as_pattern(pattern), backend=backend, **options)
     has_ordering = options.get("kv_ordering") is not None
-    return explain(given.q, given.k, request, backend, gradient=needs_gradient(*given), has_ordering=has_ordering)
+    return explain(inputs.q, inputs.k, request, backend, gradient=needs_gradient(*inputs), has_ordering=has_ordering)

@@ -55,14 +55,16 @@ def remember(error: KernelError, function: str, backend: str, q: Tensor) -> None
 
 
 def first_that_compiles(
-    choose: Callable[[], str], run: Callable[[str], tuple[Tensor, Tensor]], asked: str, level: int
+    choose: Callable[[], str], run: Callable[[str], tuple[Tensor, Tensor]], backend: str, level: int
 ) -> tuple[Tensor, Tensor]:
-    """What `run` returns of the backend that `choose` names; level: how far above this the user's call stands.
+    """The result of `run` with the backend that `choose` names.
+
+    backend: as the user named it. level: how far above this the user's call stands, for the warning.
 
     For "auto" a backend whose kernel does not compile is passed over with a warning: `run` remembers it, and `choose`
     names the next. A compiled graph has nothing that could catch the error: it is raised there.
     """
-    if asked != "auto" or torch.compiler.is_compiling():
+    if backend != "auto" or torch.compiler.is_compiling():
         return run(choose())
     while True:
         chosen = choose()

@@ -20,16 +20,16 @@ def count_flop(forward: Callable, backward: Callable, inputs: int, elements: Cal
     """
 
     def register(counter: ModuleType) -> None:
-        def shapes(given: tuple) -> tuple:
-            return tuple(None if x is None else x.shape for x in given[:inputs])
+        def shapes(arguments: tuple) -> tuple:
+            return tuple(None if x is None else x.shape for x in arguments[:inputs])
 
         @counter.register_flop_formula(forward, get_raw=True)
-        def forward_flop(*given, out_val=None) -> int:
-            return FLOP_FORWARD * elements(shapes(given), given[inputs:])
+        def forward_flop(*arguments, out_val=None) -> int:
+            return FLOP_FORWARD * elements(shapes(arguments), arguments[inputs:])
 
         @counter.register_flop_formula(backward, get_raw=True)
-        def backward_flop(_dout, *given, out_val=None) -> int:
-            return FLOP_BACKWARD * elements(shapes(given), given[inputs + 2 :])  # without out and lse
+        def backward_flop(_dout, *arguments, out_val=None) -> int:
+            return FLOP_BACKWARD * elements(shapes(arguments), arguments[inputs + 2 :])  # without out and lse
 
     _FORMULAS.append(register)
     if COUNTER in sys.modules:
@@ -39,7 +39,7 @@ def count_flop(forward: Callable, backward: Callable, inputs: int, elements: Cal
 
 
 class _OnceLoaded(MetaPathFinder):
-    """Tells torch's counter all formulas whenever that is loaded."""
+    """Registers all formulas with torch's counter whenever its module is loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == COUNTER else None

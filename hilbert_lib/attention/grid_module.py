@@ -56,9 +56,9 @@ class NeighbourhoodAttention(ProjectedAttention):
         rules = {"window": window, "dilation": dilation, "stride": stride, "is_causal": is_causal, "edge": edge}
         self.rules = {name: tuple(x) if checks.is_listed(x) else x for name, x in rules.items()}
         self.backend = backend
-        rows, made = sum(self.projected_heads) * self.head_dim, where_made(device, dtype)
-        self.in_proj = nn.Linear(self.embed_dim, rows, bias=checks.boolean("bias", bias), **made)
-        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **made)
+        rows, factory = sum(self.projected_heads) * self.head_dim, where_made(device, dtype)
+        self.in_proj = nn.Linear(self.embed_dim, rows, bias=checks.boolean("bias", bias), **factory)
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
         """Project, attend and project back.

@@ -1,4 +1,4 @@
-"""Parts of a grid: the grid that a part's keys are, and which cells lie in which rows."""
+"""Parts of a grid: the smaller grid of a part's keys, and the cell in each row."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -27,13 +27,13 @@ def _on_its_keys(
     rows, queries, edges = zip(*lines, strict=True)
     shape = tuple(map(len, part.keys))
     frames = tuple(Neighbourhood(shape, x.window, x.dilation, x.stride, x.is_causal, edges) for x in windows)
-    own = GridPart(rows, queries, tuple(map(range, shape)), part.in_float)
-    is_whole = own.rows == own.queries == own.keys and not own.in_float
-    return frames, None if is_whole else own
+    frame_part = GridPart(rows, queries, tuple(map(range, shape)), part.in_float)
+    is_grid = frame_part.rows == frame_part.queries == frame_part.keys and not frame_part.in_float
+    return frames, None if is_grid else frame_part
 
 
 def _on_keys(n: int, axis: Axis, part: GridPart) -> tuple[range, range, str]:
-    # Of an axis: the rows of q and those computed, from the first key on, and what happens at the ends.
+    # Of one axis, counted from the first key: the rows of q, those computed, and the rule at the ends.
     rows, queries, keys = part.rows[n], part.queries[n], part.keys[n]
     is_whole = keys == range(axis.cells) == queries == rows
     wraps = axis.edge == "wrap" and not axis.is_causal
@@ -47,32 +47,32 @@ def _on_keys(n: int, axis: Axis, part: GridPart) -> tuple[range, range, str]:
     return range(before, before + len(rows)), range(first, first + len(queries)), edge
 
 
-def cells_of(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def cells_of(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """The cell in each row of q, -1 where it is not computed, and in each row of k."""
-    device, part, pattern = given.q.device, request.part, request.pattern
+    device, part, pattern = inputs.q.device, request.part, request.pattern
     if request.slots is not None:
-        there = (request.slots >= 0).nonzero()[:, 0]
-        cells = there[request.slots[there].argsort()]
-        return cells[: given.q.shape[1]], cells
+        stored = (request.slots >= 0).nonzero()[:, 0]
+        cells = stored[request.slots[stored].argsort()]
+        return cells[: inputs.q.shape[1]], cells
     if part is None:
         cells = torch.arange(pattern.length, device=device)
         cells = cells if request.ordering is None else request.ordering.to(device).perm
         return cells, cells
-    lines = [torch.arange(side, device=device)[None] for side in pattern.shape]
-    queries = [x.where((x >= own.start) & (x < own.stop), -1) for x, own in zip(lines, part.queries, strict=True)]
-    queries = [x[:, own.start : own.stop] for x, own in zip(queries, part.rows, strict=True)]
-    keys = [x.repeat(1, 2)[:, own.start : own.stop] for x, own in zip(lines, part.keys, strict=True)]
-    (queries, there), (keys, _) = joined(pattern.shape, queries), joined(pattern.shape, keys)
-    return queries.where(there, -1)[0], keys[0]
+    lines = [torch.arange(length, device=device)[None] for length in pattern.shape]
+    queries = [x.where((x >= span.start) & (x < span.stop), -1) for x, span in zip(lines, part.queries, strict=True)]
+    queries = [x[:, span.start : span.stop] for x, span in zip(queries, part.rows, strict=True)]
+    keys = [x.repeat(1, 2)[:, span.start : span.stop] for x, span in zip(lines, part.keys, strict=True)]
+    (queries, exists), (keys, _) = joined(pattern.shape, queries), joined(pattern.shape, keys)
+    return queries.where(exists, -1)[0], keys[0]
 
 
 def joined(shape: tuple[int, ...], lines: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Positions in a box of the cells (tiles, n) of a product of lines, and which exist: on no line below 0."""
-    cell, there = lines[0], lines[0] >= 0
-    for side, line in zip(shape[1:], lines[1:], strict=True):
-        cell = (cell[:, :, None] * side + line[:, None]).flatten(1)
-        there = (there[:, :, None] & (line >= 0)[:, None]).flatten(1)
-    return cell, there
+    cell, exists = lines[0], lines[0] >= 0
+    for length, line in zip(shape[1:], lines[1:], strict=True):
+        cell = (cell[:, :, None] * length + line[:, None]).flatten(1)
+        exists = (exists[:, :, None] & (line >= 0)[:, None]).flatten(1)
+    return cell, exists
 
 
 def slots_of(request: Request, cells: Tensor) -> Tensor:
@@ -82,17 +82,17 @@ def slots_of(request: Request, cells: Tensor) -> Tensor:
     return cells if request.ordering is None else request.ordering.to(cells.device).inverse[cells]
 
 
-def padding_of(given: Tensors, request: Request) -> Tensor:
+def padding_of(inputs: Tensors, request: Request) -> Tensor:
     """Which keys have no weight: (batch, seq + extra) bool."""
     masks = []
-    for mask, x in ((request.key_padding_mask, given.k), (request.extra_padding_mask, given.extra_k)):
+    for mask, x in ((request.key_padding_mask, inputs.k), (request.extra_padding_mask, inputs.extra_k)):
         if x is not None:
             masks.append(x.new_zeros(x.shape[:2], dtype=torch.bool) if mask is None else mask)
     return torch.cat(masks, 1)
 
 
-def as_returned(sums: Tensors, given: Tensors, request: Request) -> Tensors:
+def as_returned(sums: Tensors, inputs: Tensors, request: Request) -> Tensors:
     """Gradients in the dtypes in which they are returned."""
-    kept = range(1, 3) if request.part and request.part.in_float else ()
-    pairs = enumerate(zip(sums, given, strict=True))
-    return Tensors(*(x if x is None or n in kept else x.to(y.dtype) for n, (x, y) in pairs))
+    unrounded = range(1, 3) if request.part and request.part.in_float else ()
+    pairs = enumerate(zip(sums, inputs, strict=True))
+    return Tensors(*(x if x is None or n in unrounded else x.to(y.dtype) for n, (x, y) in pairs))

@@ -28,7 +28,7 @@ Form = tuple
 
 
 class KnownCall(NamedTuple):
-    """What was decided for a form of call."""
+    """The decisions for a form of call."""
 
     request: Request  # without tensors
     served: Served  # the backend
@@ -36,7 +36,7 @@ class KnownCall(NamedTuple):
     takes_extra: bool  # whether the pattern's kind has extra keys, be they none
 
 
-_known: dict[Form, KnownCall] = {}
+_calls: dict[Form, KnownCall] = {}
 
 
 def form_of(tensors: tuple[Tensor, ...], pattern: Pattern, door: Callable, backend: str, options: dict) -> Form | None:
@@ -66,25 +66,25 @@ def form_of(tensors: tuple[Tensor, ...], pattern: Pattern, door: Callable, backe
 
 
 def known(form: Form | None) -> KnownCall | None:
-    """What was decided for calls of this form, or None."""
+    """The decisions for calls of this form, or None."""
     try:
-        return _known.get(form)
+        return _calls.get(form)
     except TypeError:  # a pattern, or a list of them, that has no hash
         return None
 
 
 def remember(form: Form | None, call: KnownCall) -> None:
-    """Keep what was decided for calls of a form."""
+    """Keep the decisions for calls of a form."""
     if form is None:
         return
-    if len(_known) >= MOST:
-        _known.clear()
+    if len(_calls) >= MOST:
+        _calls.clear()
     try:
-        _known[form] = call
+        _calls[form] = call
     except TypeError:
         return
 
 
 def forget() -> None:
     """Forget every call: what a choice hangs on has changed, beside what a form holds."""
-    _known.clear()
+    _calls.clear()

@@ -23,36 +23,36 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     return weight[..., None] * out + other_weight[..., None] * other_out, merged
 
 
-def merge_rows(out: Tensor, lse: Tensor, at: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
-    """`merge` of some rows of a whole, in place: in the dtype of lse, and rounded once. One kernel on CUDA.
+def merge_rows(out: Tensor, lse: Tensor, index: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
+    """`merge` into some rows of a tensor, in place: in the dtype of lse, and rounded once. One kernel on CUDA.
 
     Args:
-        out: (*whole, group, batch, head_dim), of any strides. lse: (*whole, group, batch).
-        at: which rows, as they index out: for each of the one or two dimensions of the whole an int64 tensor, all of
-            one shape (*rows). No row is named twice.
+        out: (*shape, group, batch, head_dim), of any strides. lse: (*shape, group, batch).
+        index: of the rows in out: an int64 tensor for each of the one or two dimensions of `shape`, all of one shape
+            (*rows). No row is named twice.
         other_out: (*rows, group, batch, head_dim). other_lse: (*rows, group, batch).
     """
     if kernel_serves(out):
         from hilbert_lib.attention.triton import rows  # triton is imported only where a kernel is used
 
-        rows.merge_rows(out, lse, at, other_out, other_lse)
+        rows.merge_rows(out, lse, index, other_out, other_lse)
         return
     dtype = lse.dtype
-    merged, merged_lse = merge(out[at].to(dtype), lse[at], other_out.to(dtype), other_lse)
-    out[at], lse[at] = merged.to(out.dtype), merged_lse
+    merged, merged_lse = merge(out[index].to(dtype), lse[index], other_out.to(dtype), other_lse)
+    out[index], lse[index] = merged.to(out.dtype), merged_lse
 
 
-def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
-    """Add more (*rows, group, batch, head_dim) to some rows of a whole, in place; rows and whole as in `merge_rows`.
+def add_rows(total: Tensor, index: tuple[Tensor, ...], addends: Tensor) -> None:
+    """Add (*rows, group, batch, head_dim) to some rows of a tensor, in place; `index` as in `merge_rows`.
 
     Sums are in the wider of the two dtypes and rounded once. One kernel on CUDA.
     """
     if kernel_serves(total):
         from hilbert_lib.attention.triton import rows
 
-        rows.add_rows(total, at, more)
+        rows.add_rows(total, index, addends)
         return
-    total[at] = (total[at] + more).to(total.dtype)
+    total[index] = (total[index] + addends).to(total.dtype)
 
 
 def kernel_serves(x: Tensor) -> bool:

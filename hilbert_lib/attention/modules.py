@@ -226,12 +226,12 @@ class MultiheadDilatedAttention(ProjectedAttention):
         self.attention = DilatedAttention(pattern, dropout=dropout, kv_ordering=kv_ordering, backend=backend)
         pattern.check_heads(self.kv_heads)
         self.batch_first = batch_first
-        rows, made = sum(self._projected()), where_made(device, dtype)
-        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **made))
-        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(rows, **made)) if bias else None)
-        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **made)
+        rows, factory = sum(self._projected()), where_made(device, dtype)
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **factory))
+        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         eps = None if norm_eps is None else checks.positive("norm_eps", norm_eps)
-        self.inner_norm = None if eps is None else nn.LayerNorm(self.embed_dim, eps, **made)
+        self.inner_norm = None if eps is None else nn.LayerNorm(self.embed_dim, eps, **factory)
         self._reset_parameters()
 
     @classmethod
@@ -266,11 +266,11 @@ class MultiheadDilatedAttention(ProjectedAttention):
         >>> MultiheadDilatedAttention.from_torchscale(weights, "attn.", pattern, num_heads=2).embed_dim
         8
         """
-        own = layer_of_torchscale(state_dict, prefix)
-        weight, eps = own["out_proj.weight"], norm_eps if "inner_norm.weight" in own else None
-        made = {"batch_first": True, "device": weight.device, "dtype": weight.dtype}
-        module = cls(len(weight), num_heads, pattern, norm_eps=eps, **made, **options)
-        module.load_state_dict(own)
+        layer = layer_of_torchscale(state_dict, prefix)
+        weight, eps = layer["out_proj.weight"], norm_eps if "inner_norm.weight" in layer else None
+        factory = {"batch_first": True, "device": weight.device, "dtype": weight.dtype}
+        module = cls(len(weight), num_heads, pattern, norm_eps=eps, **factory, **options)
+        module.load_state_dict(layer)
         return module
 
     @property

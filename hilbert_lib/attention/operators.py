@@ -45,33 +45,33 @@ _OWN = ["Tensor? permutation", "str backend"]  # permutation: the values of an o
 _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), *_OWN])
 
 
-def forward(given: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
     """Output and lse of attention by one backend, both contiguous; differentiable once, through out.
 
-    Where nobody watches, torch's dispatcher is left out.
+    Outside compile, tracing and torch modes it skips torch's dispatcher.
     """
-    if torch.compiler.is_compiling() or is_watched((*given, *tensors_of(request))):  # it traces no attrgetter
-        return _OPERATORS.attention(*given, *_arguments(request), backend)
-    return unwatched_forward(given, request, served_by(backend, request.pattern, given.q), dispatched_backward)
+    if torch.compiler.is_compiling() or is_watched((*inputs, *tensors_of(request))):  # it traces no attrgetter
+        return _OPERATORS.attention(*inputs, *_arguments(request), backend)
+    return unwatched_forward(inputs, request, served_by(backend, request.pattern, inputs.q), dispatched_backward)
 
 
-def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str) -> Tensors:
+def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str) -> Tensors:
     """Gradients of `forward` from the merged out and lse, which may hold more than this call."""
-    if is_watched((dout, *given, out, lse, *tensors_of(request))):
-        return Tensors(*dispatched_backward(dout, given, out, lse, request, backend))
+    if is_watched((dout, *inputs, out, lse, *tensors_of(request))):
+        return Tensors(*dispatched_backward(dout, inputs, out, lse, request, backend))
     served = served_by(backend, request.pattern, dout)
-    return Tensors(*unwatched_backward(dout, given, out, lse, request, served))
+    return Tensors(*unwatched_backward(dout, inputs, out, lse, request, served))
 
 
 def dispatched_backward(
-    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str
 ) -> tuple[Tensor, ...]:
-    """The same through torch's dispatcher."""
-    return _OPERATORS.attention_backward(dout, *given, out, lse, *_arguments(request), backend)
+    """Gradients of `forward` through torch's dispatcher."""
+    return _OPERATORS.attention_backward(dout, *inputs, out, lse, *_arguments(request), backend)
 
 
 def _arguments(request: Request) -> tuple:
-    # What `_request` makes a Request of again.
+    # A request as plain numbers, words and tensors; `_request` makes a Request of them again.
     words, numbers = request.pattern.specification
     return (
         words,
@@ -104,8 +104,8 @@ def _permutation(ordering: Ordering | None) -> Tensor | None:
 
 
 def _request(words: str, numbers: list[int], *rest) -> Request:
-    *others, permutation = rest
-    options = dict(zip(_FIELDS[1:], others, strict=True))
+    *values, permutation = rest
+    options = dict(zip(_FIELDS[1:], values, strict=True))
     ordering = tuple(options["ordering"])
     options["ordering"] = _ordering(ordering) if permutation is None else _own_ordering(ordering, permutation)
     options["part"] = _part(tuple(options["part"]))
@@ -113,20 +113,20 @@ def _request(words: str, numbers: list[int], *rest) -> Request:
 
 
 def _numbers_of_ordering(ordering: Ordering | None) -> list[int]:
-    # An ordering as numbers, -1 for what it has not; torch.compile may have made symbols of them.
+    # An ordering as numbers, -1 for None. torch.compile may have made symbols of them.
     if ordering is None:
         return []
-    own = ordering.length, ordering.chunk, ordering.rate, ordering.seed, *(ordering.grid or ())
-    return [ORDERINGS.index(ordering.kind), *(-1 if n is None else operator.index(n) for n in own)]
+    optional = ordering.length, ordering.chunk, ordering.rate, ordering.seed, *(ordering.grid or ())
+    return [ORDERINGS.index(ordering.kind), *(-1 if n is None else operator.index(n) for n in optional)]
 
 
 @lru_cache(maxsize=256)
 def _ordering(numbers: tuple[int, ...]) -> Ordering | None:
     if not numbers:
         return None
-    kind, length, *own = numbers
-    chunk, rate, seed = (None if n < 0 else n for n in own[:3])
-    return Ordering(ORDERINGS[kind], length, tuple(own[3:]) or None, chunk, rate, seed)
+    kind, length, *optional = numbers
+    chunk, rate, seed = (None if n < 0 else n for n in optional[:3])
+    return Ordering(ORDERINGS[kind], length, tuple(optional[3:]) or None, chunk, rate, seed)
 
 
 def _own_ordering(numbers: tuple[int, ...], permutation: Tensor) -> Ordering:
@@ -167,21 +167,21 @@ def _function_of_request(arguments: tuple) -> str:
 
 
 def _forward_operator(*args) -> tuple[Tensor, Tensor]:
-    given, request = Tensors(*args[:_INPUTS]), _request(*args[_INPUTS:-1])
-    return run_forward(given, request, served_by(args[-1], request.pattern, given.q))
+    inputs, request = Tensors(*args[:_INPUTS]), _request(*args[_INPUTS:-1])
+    return run_forward(inputs, request, served_by(args[-1], request.pattern, inputs.q))
 
 
 def _backward_operator(dout: Tensor, *args) -> tuple[Tensor, ...]:
-    given, (out, lse) = Tensors(*args[:_INPUTS]), args[_INPUTS : _INPUTS + 2]
+    inputs, (out, lse) = Tensors(*args[:_INPUTS]), args[_INPUTS : _INPUTS + 2]
     request = _request(*args[_INPUTS + 2 : -1])
-    return run_backward(dout, given, out, lse, request, served_by(args[-1], request.pattern, dout))
+    return run_backward(dout, inputs, out, lse, request, served_by(args[-1], request.pattern, dout))
 
 
 _PART = _FIELDS.index("part") + 1  # among the arguments of a request, of which the pattern is two
 
 register(
     "attention",
-    said=_function_of_request,
+    function_of=_function_of_request,
     inputs={"Tensor q": "dq", "Tensor k": "dk", "Tensor v": "dv"}
     | {"Tensor? extra_k": "dextra_k", "Tensor? extra_v": "dextra_v"},
     request=_REQUEST,
@@ -204,8 +204,8 @@ def pair_count(request: Request, shapes: tuple) -> int:
     if isinstance(request.pattern, Union):
         total = 0
         for number, pattern in enumerate(request.pattern.patterns):
-            own = shapes if number == 0 else (*shapes[:3], None, None)  # extra keys are seen once
-            total += pair_count(replace(request, pattern=pattern), own)
+            part_shapes = shapes if number == 0 else (*shapes[:3], None, None)  # extra keys are seen once
+            total += pair_count(replace(request, pattern=pattern), part_shapes)
         return total
     if isinstance(request.pattern, DilatedPattern):
         return _sequence_pairs(request, shapes)
@@ -215,7 +215,7 @@ def pair_count(request: Request, shapes: tuple) -> int:
     count = partial(request.pattern.pairs_of, heads=heads, kv_heads=kv_heads, is_causal=request.is_causal)
     if request.cu_seqlens is not None:
         lengths = (rows.stop - rows.start for rows in rows_of(request.cu_seqlens, keys))
-        return sum(count(range(each), each) for each in lengths)
+        return sum(count(range(length), length) for length in lengths)
     first = int(request.first_query)
     return batch * count(range(first, first + int(queries)), int(keys))
 
@@ -224,25 +224,25 @@ def _sequence_pairs(request: Request, shapes: tuple) -> int:
     (batch, queries, heads, _), (_, length, kv_heads, _) = map(tuple, shapes[:2])
     if request.query_start is None and queries != length:  # a ring's block: all its queries see all its keys
         return batch * heads * queries * length
-    at = range(int(request.first_query), int(request.first_query) + int(queries))
+    positions = range(int(request.first_query), int(request.first_query) + int(queries))
     sizes = {"heads": int(heads), "kv_heads": int(kv_heads), "is_causal": request.is_causal}
     if request.cu_seqlens is not None:
         lengths = (rows.stop - rows.start for rows in rows_of(request.cu_seqlens, length))
-        return sum(request.pattern.pairs(each, **sizes) for each in lengths)
-    return batch * request.pattern.pairs(int(length), **sizes, at=at)
+        return sum(request.pattern.pairs(document_length, **sizes) for document_length in lengths)
+    return batch * request.pattern.pairs(int(length), **sizes, at=positions)
 
 
 def _grid_pairs(request: Request, shapes: tuple) -> int:
     (batch, seq, heads, _), extra = shapes[0], shapes[3][1] if shapes[3] else 0
-    each, part = request.neighbourhoods, request.part
-    pairs = sum(near.pairs for near in each)
-    if request.slots is not None:  # some cells, counted as all on average
-        pairs = pairs * seq // each[0].length
+    windows, part = request.neighbourhoods, request.part
+    pairs = sum(near.pairs for near in windows)
+    if request.slots is not None:  # of some cells: each is counted with the mean of all
+        pairs = pairs * seq // windows[0].length
     elif part:
         ends = [slice(line.start, line.stop) for line in part.queries]
-        pairs = sum(prod(axis.pairs(own) for axis, own in zip(near.axes, ends, strict=True)) for near in each)
+        pairs = sum(prod(axis.pairs(span) for axis, span in zip(near.axes, ends, strict=True)) for near in windows)
         seq = prod(map(len, part.queries))
-    return batch * (pairs * (heads // len(each)) + heads * seq * extra)
+    return batch * (pairs * (heads // len(windows)) + heads * seq * extra)
 
 
 count_flop(_OPERATORS.attention, _OPERATORS.attention_backward, _INPUTS, _pair_elements)

@@ -16,7 +16,7 @@ LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
 def register(
     name: str,
     *,
-    said: Callable[[tuple], str],
+    function_of: Callable[[tuple], str],
     inputs: dict[str, str],
     request: str,
     forward: Callable,
@@ -26,24 +26,25 @@ def register(
     """Make `torch.ops.hilbert_lib.<name>` and `<name>_backward`; each checks nothing.
 
     Args:
-        name: of the operator. said: of the arguments of a request, the function that errors name.
-        inputs: the tensors that have gradients, as the schema says them, and what those gradients are called. The
-            gradient of one that is not given has no elements.
-        request: the schema of all else that is asked for.
+        name: of the operator.
+        function_of: from the arguments of a request, the public function that errors name.
+        inputs: the schema of each tensor that has a gradient, and the name of that gradient. The gradient of None has
+            no elements.
+        request: the schema of all other arguments.
         forward: (*inputs, *request) -> (out, lse).
         backward: (dout, *inputs, out, lse, *request) -> gradients.
         fakes: both on tensors without data.
     """
-    given = ", ".join(inputs)
+    schema = ", ".join(inputs)
     grads = ", ".join(f"Tensor {x}" for x in inputs.values())
-    LIBRARY.define(f"{name}({given}, {request}) -> (Tensor out, Tensor lse)")
-    LIBRARY.define(f"{name}_backward(Tensor dout, {given}, Tensor out, Tensor lse, {request}) -> ({grads})")
-    operator, gradient = (getattr(torch.ops.hilbert_lib, each) for each in (name, f"{name}_backward"))
-    masks = [n for n, each in enumerate(request.split(", ")) if each.startswith("Tensor")]
+    LIBRARY.define(f"{name}({schema}, {request}) -> (Tensor out, Tensor lse)")
+    LIBRARY.define(f"{name}_backward(Tensor dout, {schema}, Tensor out, Tensor lse, {request}) -> ({grads})")
+    operator, gradient = (getattr(torch.ops.hilbert_lib, full_name) for full_name in (name, f"{name}_backward"))
+    masks = [n for n, field in enumerate(request.split(", ")) if field.startswith("Tensor")]
     count = len(inputs)
     passes = Passes(
-        lambda given, request: run_below_autograd(operator, *given, *request),
-        lambda dout, given, out, lse, request: gradient(dout, *given, out, lse, *request),
+        lambda tensors, request: run_below_autograd(operator, *tensors, *request),
+        lambda dout, tensors, out, lse, request: gradient(dout, *tensors, out, lse, *request),
         partial(_without_masks, masks),
         partial(_with_masks, masks),
     )
@@ -53,14 +54,14 @@ def register(
 
     def once(*args) -> tuple[Tensor, ...]:
         tensors, rest = args[: count + 3], args[count + 3 :]
-        return Once.apply(*tensors, lambda *given: run_below_autograd(gradient, *given, *rest), said(rest))
+        return Once.apply(*tensors, lambda *tensors: run_below_autograd(gradient, *tensors, *rest), function_of(rest))
 
     both = (name, forward, differentiable, count), (f"{name}_backward", backward, once, count + 3)
-    for (own, run, by_autograd, tensors), fake in zip(both, fakes, strict=True):
-        LIBRARY.impl(own, run, "CompositeExplicitAutograd")
-        LIBRARY.impl(own, _refusing_derivatives(said, by_autograd, tensors), "Autograd")
-        LIBRARY.impl(own, _refusing_vmap(said, tensors), "FuncTorchBatched")
-        torch.library.register_fake(f"hilbert_lib::{own}", fake, lib=LIBRARY)
+    for (full_name, run, by_autograd, tensor_count), fake in zip(both, fakes, strict=True):
+        LIBRARY.impl(full_name, run, "CompositeExplicitAutograd")
+        LIBRARY.impl(full_name, _refusing_derivatives(function_of, by_autograd, tensor_count), "Autograd")
+        LIBRARY.impl(full_name, _refusing_vmap(function_of, tensor_count), "FuncTorchBatched")
+        torch.library.register_fake(f"hilbert_lib::{full_name}", fake, lib=LIBRARY)
 
 
 def _without_masks(masks: list[int], request: tuple) -> tuple[list, list]:
@@ -75,17 +76,17 @@ def _with_masks(masks: list[int], tensors: tuple, rest: list) -> list:
     return request
 
 
-def _refusing_derivatives(said: Callable, run: Callable, tensors: int) -> Callable:
+def _refusing_derivatives(function_of: Callable, run: Callable, tensor_count: int) -> Callable:
     def apply(*args):
-        if reason := unserved_derivative(said(args[tensors:]), args[:tensors]):
+        if reason := unserved_derivative(function_of(args[tensor_count:]), args[:tensor_count]):
             raise RuntimeError(reason)
         return run(*args)
 
     return apply
 
 
-def _refusing_vmap(said: Callable, tensors: int) -> Callable:
+def _refusing_vmap(function_of: Callable, tensor_count: int) -> Callable:
     def refuse(*args) -> None:
-        raise RuntimeError(no_rule_for_vmap(said(args[tensors:])))
+        raise RuntimeError(no_rule_for_vmap(function_of(args[tensor_count:])))
 
     return refuse

@@ -93,7 +93,7 @@ class Request:
 
 
 # The tensors of a request, each of them or None, for autograd; a function of C, since every call asks twice.
-TENSORS = tuple(each.name for each in fields(Request) if each.type == Tensor | None)
+TENSORS = tuple(field.name for field in fields(Request) if field.type == Tensor | None)
 tensors_of = attrgetter(*TENSORS)
 
 
@@ -109,7 +109,7 @@ def without_tensors(request: Request) -> Request:
     return replace(request, **dict.fromkeys(TENSORS))
 
 
-_options = attrgetter(*(each.name for each in fields(Request) if each.type != Tensor | None))
+_options = attrgetter(*(field.name for field in fields(Request) if field.type != Tensor | None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,11 +32,11 @@ def layer_of_torchscale(state_dict: Mapping[str, Tensor], prefix: str) -> dict[s
         shape = (size, size) if name.endswith("proj.weight") else (size,)
         if x.shape != shape:
             raise ValueError(f"state_dict[{prefix + name!r}] must have shape {shape}, got {tuple(x.shape)}")
-    own = {
+    layer = {
         f"in_proj_{kind}": torch.cat([theirs[f"{name}_proj.{kind}"] for name in "qkv"]) for kind in ("weight", "bias")
     }
-    own |= {f"out_proj.{kind}": theirs[f"out_proj.{kind}"] for kind in ("weight", "bias")}
-    return own | {name.replace("inner_attn_ln", "inner_norm"): theirs[name] for name in NORM if name in theirs}
+    layer |= {f"out_proj.{kind}": theirs[f"out_proj.{kind}"] for kind in ("weight", "bias")}
+    return layer | {name.replace("inner_attn_ln", "inner_norm"): theirs[name] for name in NORM if name in theirs}
 
 
 def _kind(name: str) -> str:

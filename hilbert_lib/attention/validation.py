@@ -45,12 +45,12 @@ def validated(
     key_padding_mask: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-    held: tuple[int, str] | None = None,
+    shard_cells: tuple[int, str] | None = None,
     **options,
 ) -> tuple[Tensors, Request]:
     """The arguments of `attend`, checked; kv_ordering is none of a `Request`'s fields, and is checked alone.
 
-    held: if the tensors are not of the whole grid, of how many cells, and in words of which.
+    shard_cells: where the tensors hold a part of the grid: how many cells, and in words which.
     """
     k_given = k
     q, k, v = check_tensors(q, k, v)
@@ -61,16 +61,16 @@ def validated(
     boolean("is_causal", options["is_causal"])
     boolean("return_lse", return_lse)
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
-    others = {name: options[name] for name in ("query_start", "kv_ordering")}
+    sequence_options = {name: options[name] for name in ("query_start", "kv_ordering")}
     max_seqlen = check_documents(
-        q, options["cu_seqlens"], options["max_seqlen"], key_padding_mask=key_padding_mask, **others
+        q, options["cu_seqlens"], options["max_seqlen"], key_padding_mask=key_padding_mask, **sequence_options
     )
     if pattern.length is None:
         query_start = _checked_query_start(q, k, options["query_start"])
         _check_kv_ordering(options["kv_ordering"], k)
     else:
         query_start = None
-        _check_cells(q, k, *(held or (pattern.length, f"the grid {pattern.shape}")))
+        _check_cells(q, k, *(shard_cells or (pattern.length, f"the grid {pattern.shape}")))
     extra_k = extra_v = extra_padding_mask = None
     if "extra_k" in pattern.options:
         if options["extra_padding_mask"] is not None and options["extra_k"] is None:
@@ -97,19 +97,21 @@ def validated(
 
 def as_pattern(pattern: object) -> Pattern:
     """The argument as a pattern: a tuple or a list of neighbourhoods is one for each KV head."""
-    is_by_head = isinstance(pattern, tuple | list) and any(isinstance(each, Neighbourhood) for each in pattern)
+    is_by_head = isinstance(pattern, tuple | list) and any(isinstance(item, Neighbourhood) for item in pattern)
     return HeadNeighbourhoods(tuple(pattern)) if is_by_head else check_pattern(pattern)
 
 
-def refuse_options(pattern: Pattern, options: dict, defaults: dict = DEFAULTS, taken: frozenset = frozenset()) -> None:
+def refuse_options(
+    pattern: Pattern, options: dict, defaults: dict = DEFAULTS, also_taken: frozenset = frozenset()
+) -> None:
     """Raise ValueError for an option that is given, and that the pattern's kind does not take.
 
-    defaults: the values of those that not every kind takes. taken: those that it takes besides `Pattern.options`.
+    defaults: of the options that not every kind takes. also_taken: options served besides `Pattern.options`.
     """
     for name, value in options.items():
         # Only plain values are compared: tensors and arrays have no one answer.
         is_default = value is defaults[name] or (isinstance(value, int | float | str) and value == defaults[name])
-        if name not in pattern.options | taken and not is_default:
+        if name not in pattern.options | also_taken and not is_default:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}")
 
@@ -145,16 +147,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
             raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
-    given = q, k, v
+    uncast = q, k, v
     if _casts(q.device.type):  # asked once: three times took 2 us
-        q, k, v = map(as_cast, given)
-    for name, x, own in zip("qkv", (q, k, v), given, strict=True):
+        q, k, v = map(as_cast, uncast)
+    for name, x, before in zip("qkv", (q, k, v), uncast, strict=True):
         if x.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise TypeError(f"{name} must be {allowed}; got {own.dtype}")
+            raise TypeError(f"{name} must be {allowed}; got {before.dtype}")
         if x.dtype != q.dtype:
             raise TypeError(
-                f"{name} must have the dtype of q ({dtype_in_words(given[0], q)}), got {dtype_in_words(own, x)}"
+                f"{name} must have the dtype of q ({dtype_in_words(uncast[0], q)}), got {dtype_in_words(before, x)}"
             )
     batch, _, heads, head_dim = q.shape
     if not 1 <= head_dim <= LARGEST_HEAD_DIM:
@@ -170,9 +172,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def dtype_in_words(given: Tensor, cast: Tensor) -> str:
-    """A tensor's dtype as it was given, and what autocast makes of it."""
-    return str(given.dtype) if given.dtype == cast.dtype else f"{given.dtype}, which autocast makes {cast.dtype}"
+def dtype_in_words(uncast: Tensor, cast: Tensor) -> str:
+    """A tensor's dtype before autocast, and what autocast makes of it."""
+    return str(uncast.dtype) if uncast.dtype == cast.dtype else f"{uncast.dtype}, which autocast makes {cast.dtype}"
 
 
 def check_scale(scale: object, dtype: torch.dtype = torch.float64) -> float:
@@ -274,7 +276,7 @@ def _checked_extra(k: Tensor, k_dtype: str, extra_k: Tensor | None, extra_v: Ten
         if x.device != k.device:
             raise ValueError(f"{name} must be on the device of k ({k.device}), got {x.device}")
     cast = [as_cast(x) for x in (extra_k, extra_v)]
-    for name, given, x in (("extra_k", extra_k, cast[0]), ("extra_v", extra_v, cast[1])):
+    for name, uncast, x in (("extra_k", extra_k, cast[0]), ("extra_v", extra_v, cast[1])):
         if x.dtype != k.dtype:
-            raise TypeError(f"{name} must have the dtype of k ({k_dtype}), got {dtype_in_words(given, x)}")
+            raise TypeError(f"{name} must have the dtype of k ({k_dtype}), got {dtype_in_words(uncast, x)}")
     return cast[0], cast[1]

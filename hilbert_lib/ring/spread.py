@@ -164,7 +164,7 @@ class GridSpread:
 
     def for_shard(self, k: Tensor, rank: int) -> dict:
         """The arguments of `validated` for a rank's cells."""
-        return {"ordering": None, "held": (self.shards.count(self.shape, rank), f"rank {rank} in {self.shards}")}
+        return {"ordering": None, "shard_cells": (self.shards.count(self.shape, rank), f"rank {rank} in {self.shards}")}
 
     def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where no backend, or not the one that is asked for by name, can serve the call."""

@@ -16,8 +16,8 @@ from hilbert_lib.patterns.pattern import Pattern
 
 Forward = Callable[[Tensors, Request], tuple[Tensor, Tensor]]  # out and lse
 Backward = Callable[[Tensor, Tensors, Tensor, Tensor, Request], tuple[Tensor, ...]]  # of dout, ..., out and lse
-# Bytes by name that a direction holds beside inputs and results, from what is given to it, the call, the direction, the
-# device and the bytes of its results.
+# Bytes by name that a direction holds beside inputs and results. Arguments: those of its function before the call, the
+# call, the direction, the device, the bytes of its results.
 Workspace = Callable[[tuple, object, str, torch.device, int], dict[str, int] | None]
 Refusal = Callable[[Tensor, Request], str]  # why q and a call cannot be served, or ""
 KeyRefusal = Callable[[Tensor, Tensor, Request], str]  # why so many keys and KV heads as k has cannot, or ""
@@ -29,7 +29,9 @@ MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along
 # `Request` later is refused, unless a backend names it in `options`.
 FIRST_OPTIONS = {"pattern", "is_causal", "scale", "dropout_p", "seed", "key_padding_mask", "query_start", "inverse"}
 FIRST_OPTIONS |= {"cu_seqlens", "max_seqlen", "ordering", "extra_padding_mask", "slots"}
-_LATER = tuple((each.name, each.default) for each in fields(Request) if each.name not in FIRST_OPTIONS | {"is_part"})
+_LATER = tuple(
+    (field.name, field.default) for field in fields(Request) if field.name not in FIRST_OPTIONS | {"is_part"}
+)
 SPREADS = "a NaN in a masked key reaches other rows of its segment"
 
 
@@ -89,25 +91,25 @@ def is_exporting() -> bool:
 def of_sequences(forward: Callable, backward: Callable) -> tuple[Forward, Backward]:
     """The functions of a backend from those that take q, k and v apart and serve no extra keys."""
 
-    def forward_of(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-        return forward(given.q, given.k, given.v, request)
+    def forward_of(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+        return forward(inputs.q, inputs.k, inputs.v, request)
 
-    def backward_of(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> tuple[Tensor, ...]:
-        return backward(dout, given.q, given.k, given.v, out, lse, request)
+    def backward_of(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> tuple[Tensor, ...]:
+        return backward(dout, inputs.q, inputs.k, inputs.v, out, lse, request)
 
     return forward_of, backward_of
 
 
 def dense_refusal(q: Tensor, call: Request) -> str:
-    """What no operator under torch's scaled_dot_product_attention says of strided segments with the merged lse."""
+    """Why no operator under torch's scaled_dot_product_attention serves a call over strided segments, or ""."""
     if call.dropout_p > 0.0:
         return "no dropout: its generator is not keyed by position"
     if call.key_padding_mask is not None:
         return "no key_padding_mask: rows without keys are not defined there"
     if call.query_start is not None:
         return "no query_start: its causal mask starts at the first query"
-    if q.device.type != "cpu" and (most := max(q.shape[0], q.shape[2])) > MOST_SEQUENCES:
-        return f"serves up to {MOST_SEQUENCES:,} sequences and heads, got {most:,}"
+    if q.device.type != "cpu" and (sequences := max(q.shape[0], q.shape[2])) > MOST_SEQUENCES:
+        return f"serves up to {MOST_SEQUENCES:,} sequences and heads, got {sequences:,}"
     return ""
 
 
@@ -122,7 +124,7 @@ def gpu_refusal(q: Tensor, majors: range = FROM_AMPERE) -> str:
 
 
 def half_limits(q: Tensor, call: Request, largest_head_dim: int = 256) -> str:
-    """What of a call no GPU serves in half precision."""
+    """Why no GPU serves a call in half precision, or ""."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:
@@ -130,11 +132,11 @@ def half_limits(q: Tensor, call: Request, largest_head_dim: int = 256) -> str:
     return dense_refusal(q, call)
 
 
-def half(note: str, *, largest_head_dim: int = 256, majors: range = FROM_AMPERE, **own) -> Backend:
-    """A backend of a dense kernel in half precision; own: fields of its own."""
+def half(note: str, *, largest_head_dim: int = 256, majors: range = FROM_AMPERE, **options) -> Backend:
+    """A backend of a dense kernel in half precision. options: further fields of the `Backend`."""
     limits = partial(half_limits, largest_head_dim=largest_head_dim)
     shared = {"limits": limits, "here": lambda q, call: gpu_refusal(q, majors), "caveat": SPREADS}
-    return Backend(note=f"{note} over strided views", **shared | own)
+    return Backend(note=f"{note} over strided views", **shared | options)
 
 
 @compile_time_constant

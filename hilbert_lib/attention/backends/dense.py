@@ -33,8 +33,8 @@ class CpuFlash:
             return out, lse
         nothing &= out.eq(0).all(-1)
         for rows in nothing.any(0).any(0).nonzero()[:, 0].split(256):  # few, mostly none
-            seen = torch.arange(k.shape[2], device=k.device) <= rows[:, None] if problem.is_causal else None
-            scores = Eager._scores(q[:, :, rows], k, Problem(problem.scale, False, allowed=seen))
+            causal_mask = torch.arange(k.shape[2], device=k.device) <= rows[:, None] if problem.is_causal else None
+            scores = Eager._scores(q[:, :, rows], k, Problem(problem.scale, False, allowed=causal_mask))
             nothing[:, :, rows] &= scores.amax(-1) == -torch.inf
         return out, lse.masked_fill_(nothing, -torch.inf)
 
@@ -66,8 +66,9 @@ class Efficient:
         # unless out is dense in the order (batch, rows, heads): dq and dk were off by the size of themselves.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         nothing = lse.new_zeros((), dtype=torch.int64)  # no dropout: seed and offset are not read
-        given = dout, q, k, v, None, out, padded, nothing, nothing, 0.0, [True, True, True, False], problem.is_causal
-        return dense_operators.efficient_attention_backward(*given, scale=problem.scale)[:3]
+        needed = [True, True, True, False]  # dq, dk and dv
+        arguments = dout, q, k, v, None, out, padded, nothing, nothing, 0.0, needed, problem.is_causal
+        return dense_operators.efficient_attention_backward(*arguments, scale=problem.scale)[:3]
 
 
 class WithoutLse:
@@ -96,16 +97,16 @@ class Within32Bits:
 
     kernel: type[Kernel]
 
-    def forward(self, *given: Tensor | Problem) -> tuple[Tensor, Tensor]:
-        return self._run(self.kernel.forward, *given)
+    def forward(self, *arguments: Tensor | Problem) -> tuple[Tensor, Tensor]:
+        return self._run(self.kernel.forward, *arguments)
 
-    def backward(self, *given: Tensor | Problem) -> Grads:
-        return self._run(self.kernel.backward, *given)
+    def backward(self, *arguments: Tensor | Problem) -> Grads:
+        return self._run(self.kernel.backward, *arguments)
 
-    def _run(self, run: Callable, *given: Tensor | Problem) -> tuple[Tensor, ...]:
-        *tensors, problem = given
+    def _run(self, run: Callable, *arguments: Tensor | Problem) -> tuple[Tensor, ...]:
+        *tensors, problem = arguments
         # Of a backward: dout, q, k and v.
-        return by_head(run, problem, *tensors) if _overflows(*tensors[:4]) else run(*given)
+        return by_head(run, problem, *tensors) if _overflows(*tensors[:4]) else run(*arguments)
 
 
 def _overflows(*tensors: Tensor) -> bool:
@@ -146,8 +147,8 @@ class Flash:
             return by_head(Flash.backward, problem, dout, q, k, v, out, lse)
         nothing = lse.new_zeros((), dtype=torch.int64)
         lengths = None, None, q.shape[2], k.shape[2]
-        given = dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, problem.is_causal, nothing, nothing
-        return dense_operators.flash_attention_backward(*given, scale=problem.scale)
+        arguments = dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, problem.is_causal, nothing, nothing
+        return dense_operators.flash_attention_backward(*arguments, scale=problem.scale)
 
 
 class CuDnn:
@@ -172,8 +173,8 @@ class CuDnn:
             q, out, dout = (x.contiguous() for x in (q, out, dout))
         nothing = lse.new_zeros((), dtype=torch.int64)
         lengths = None, None, q.shape[2], k.shape[2]
-        given = dout, q, k, v, out, lse.contiguous()[..., None], nothing, nothing, None, *lengths, 0.0
-        return dense_operators.cudnn_attention_backward(*given, problem.is_causal, scale=problem.scale)
+        arguments = dout, q, k, v, out, lse.contiguous()[..., None], nothing, nothing, None, *lengths, 0.0
+        return dense_operators.cudnn_attention_backward(*arguments, problem.is_causal, scale=problem.scale)
 
 
 def sdpa_limits(q: Tensor, call: Request) -> str:

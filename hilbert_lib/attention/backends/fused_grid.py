@@ -21,9 +21,11 @@ def _plain_functions(device: torch.device) -> tuple[Forward, Backward]:
     return grid_launch.forward, grid_launch.backward
 
 
-def _workspace(given: tuple, request: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
+def _workspace(
+    arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+) -> dict[str, int]:
     # As both `grid_launch.py` make it; interpreted kernels are taken for compiled ones.
-    return {} if direction == "forward" else {"delta": given[-1].nbytes}
+    return {} if direction == "forward" else {"delta": arguments[-1].nbytes}
 
 
 def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:

@@ -19,7 +19,7 @@ class Problem:
     is_causal: bool  # row i of q sees only rows 0 to i + causal_shift of k
     causal_shift: int = 0
     allowed: Tensor | None = None  # bool that broadcasts to (batch, heads, rows of q, rows of k); False = no weight
-    kept: Tensor | None = None  # factor on the probabilities, 0 or 1 / (1 - dropout_p), likewise
+    dropout_factor: Tensor | None = None  # 0 or 1 / (1 - dropout_p), likewise
 
 
 class Kernel(Protocol):
@@ -45,8 +45,8 @@ class Eager:
         scores = Eager._scores(q, k, problem)
         lse = scores.logsumexp(-1)
         probabilities = Eager._probabilities(scores, lse, problem)
-        if problem.kept is not None:
-            probabilities = probabilities * problem.kept
+        if problem.dropout_factor is not None:
+            probabilities = probabilities * problem.dropout_factor
         return probabilities @ v.to(scores.dtype), lse
 
     @staticmethod
@@ -56,8 +56,8 @@ class Eager:
         probabilities = Eager._probabilities(Eager._scores(q, k, problem), lse, problem)
         dprobabilities = dout @ v.to(dtype).transpose(-1, -2)
         dropped = probabilities
-        if problem.kept is not None:
-            dprobabilities, dropped = dprobabilities * problem.kept, probabilities * problem.kept
+        if problem.dropout_factor is not None:
+            dprobabilities, dropped = dprobabilities * problem.dropout_factor, probabilities * problem.dropout_factor
         dscores = probabilities * (dprobabilities - delta) * problem.scale
         return dscores @ k.to(dtype), dscores.transpose(-1, -2) @ q.to(dtype), dropped.transpose(-1, -2) @ dout
 

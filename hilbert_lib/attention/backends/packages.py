@@ -68,9 +68,9 @@ def _flash_3(q, k, v, problem):
 def _flash_3_backward(dout, q, k, v, out, lse, problem):
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     # By place: releases name some of these differently. The six would be lengths of packed sequences.
-    given = dout, q, k, v, out, lse, *[None] * 6, *grads, problem.scale, problem.is_causal
+    arguments = dout, q, k, v, out, lse, *[None] * 6, *grads, problem.scale, problem.is_causal
     run = import_module(MODULES["flash_attn_3"])._flash_attn_backward
-    run(*given, deterministic=torch.are_deterministic_algorithms_enabled())
+    run(*arguments, deterministic=torch.are_deterministic_algorithms_enabled())
     return grads
 
 
@@ -107,8 +107,8 @@ def _xformers_backward(dout, q, k, v, out, lse, problem):
     fmha = import_module(MODULES["xformers"]).fmha
     mask = fmha.attn_bias.LowerTriangularMask() if problem.is_causal else None
     # Dense: torch's memory-efficient kernel may run beneath, which reads a strided out wrongly (dense.Efficient).
-    given = dout, out.contiguous(), lse, q, k, v
-    return fmha.memory_efficient_attention_backward(*given, attn_bias=mask, scale=problem.scale)
+    arguments = dout, out.contiguous(), lse, q, k, v
+    return fmha.memory_efficient_attention_backward(*arguments, attn_bias=mask, scale=problem.scale)
 
 
 FLASH_ATTN_2 = RowsFirst(_flash_2, _flash_2_backward)

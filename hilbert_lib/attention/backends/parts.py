@@ -60,15 +60,15 @@ def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
     )
 
 
-def given_to_patterns(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
-    """Each pattern of a union, and what it is given: the extra keys go to the first. The seed is the union's."""
+def given_to_patterns(inputs: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
+    """The inputs and the request of each pattern of a union. Extra keys go to the first; the seed is the union's."""
     for number, pattern in enumerate(request.pattern.patterns):
-        own = replace(request, pattern=pattern, is_part=True)
-        if "extra_k" in pattern.options and (number or given.extra_k is None):
-            none = given.k[:, :0]
-            yield Tensors(*given[:3], none, none), replace(own, extra_padding_mask=None)
+        pattern_request = replace(request, pattern=pattern, is_part=True)
+        if "extra_k" in pattern.options and (number or inputs.extra_k is None):
+            no_keys = inputs.k[:, :0]
+            yield Tensors(*inputs[:3], no_keys, no_keys), replace(pattern_request, extra_padding_mask=None)
         else:
-            yield given, own
+            yield inputs, pattern_request
 
 
 def merge_patterns(results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,27 +80,27 @@ def merge_patterns(results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype)
     return merged.transpose(1, 2).to(dtype).contiguous(), lse
 
 
-def add_patterns(gradients: Iterable[Tensors], given: Tensors, in_float: tuple[int, ...] = ()) -> Tensors:
+def add_patterns(gradients: Iterable[Tensors], inputs: Tensors, in_float: tuple[int, ...] = ()) -> Tensors:
     """Sums of the gradients of all patterns: in float32 (float64 for float64), and rounded once but for some tensors.
 
-    in_float: the numbers of those that are not rounded.
+    in_float: numbers of the tensors that are not rounded.
     """
-    sums: list[Tensor | None] = [None] * len(given)
+    sums: list[Tensor | None] = [None] * len(inputs)
     for grads in gradients:
         for n, grad in enumerate(grads):
             # Only the first pattern has extra keys, and none where not all patterns take them.
-            if grad is not None and given[n] is not None and grad.shape == given[n].shape:
+            if grad is not None and inputs[n] is not None and grad.shape == inputs[n].shape:
                 grad = grad.to(WORKING_DTYPE[grad.dtype])
                 sums[n] = grad if sums[n] is None else sums[n] + grad
-    return Tensors(*(x if x is None or n in in_float else x.to(given[n].dtype) for n, x in enumerate(sums)))
+    return Tensors(*(x if x is None or n in in_float else x.to(inputs[n].dtype) for n, x in enumerate(sums)))
 
 
-def _parts(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
+def _parts(inputs: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
     # `given_to_patterns`, each with a seed of its own.
-    for number, (own, part) in enumerate(given_to_patterns(given, request)):
+    for number, (part_inputs, part) in enumerate(given_to_patterns(inputs, request)):
         if request.seed is not None:
-            part = replace(part, seed=_seed(request.seed, request.pattern, number, given.q, given.k.shape[2]))
-        yield own, part
+            part = replace(part, seed=_seed(request.seed, request.pattern, number, inputs.q, inputs.k.shape[2]))
+        yield part_inputs, part
 
 
 def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> Tensor:
@@ -115,40 +115,40 @@ def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> 
     return named(seed, name_table(names, branches))
 
 
-def _forward(name: str, backends_for: BackendsFor, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def _forward(name: str, backends_for: BackendsFor, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     def results() -> Iterator[tuple[Tensor, Tensor]]:
-        for own, part in _parts(given, request):
-            run, _ = backends_for(part.pattern)[name].functions(given.q.device)
-            yield run(own, part)
+        for part_inputs, part in _parts(inputs, request):
+            run, _ = backends_for(part.pattern)[name].functions(inputs.q.device)
+            yield run(part_inputs, part)
 
-    return merge_patterns(results(), given.q.dtype)
+    return merge_patterns(results(), inputs.q.dtype)
 
 
 def _backward(
-    name: str, backends_for: BackendsFor, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
+    name: str, backends_for: BackendsFor, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request
 ) -> Tensors:
     def gradients() -> Iterator[Tensors]:
-        for own, part in _parts(given, request):
+        for part_inputs, part in _parts(inputs, request):
             _, run = backends_for(part.pattern)[name].functions(dout.device)
-            yield run(dout, own, out, lse, part)
+            yield run(dout, part_inputs, out, lse, part)
 
     in_float = (1, 2) if request.part and request.part.in_float else ()
-    return add_patterns(gradients(), given, in_float)
+    return add_patterns(gradients(), inputs, in_float)
 
 
 def _workspace(
-    name: str, backends_for: BackendsFor, given: tuple, request: Request, direction: str, device: torch.device,
+    name: str, backends_for: BackendsFor, arguments: tuple, request: Request, direction: str, device: torch.device,
     returned: int,
 ) -> dict[str, int] | None:  # fmt: skip
-    # The largest of the parts, beside what is merged or summed in float32.
+    # The workspace of the largest part, beside results or sums in float32.
     largest = 0
     for pattern in request.pattern.patterns:
         workspace = backends_for(pattern)[name].workspace
-        own = workspace and workspace(given, replace(request, pattern=pattern), direction, device, returned)
-        if own is None:
+        part_bytes = workspace and workspace(arguments, replace(request, pattern=pattern), direction, device, returned)
+        if part_bytes is None:
             return None
-        largest = max(largest, sum(own.values()))
-    tensors = given[0] if direction == "forward" else given[1]
+        largest = max(largest, sum(part_bytes.values()))
+    tensors = arguments[0] if direction == "forward" else arguments[1]
     wide = WORKING_DTYPE[tensors.q.dtype].itemsize
     count = tensors.q.numel() if direction == "forward" else sum(x.numel() for x in tensors if x is not None)
     return {"of a part": largest, "merged, float32": 3 * wide * count}

@@ -112,11 +112,11 @@ def _has(module: str, file: str) -> bool:
 def _flash_attn_2_absence() -> str:
     if not _has("flash_attn", "flash_attn_interface.py"):
         return f"{ABSENT}: pip install 'FOLDER[flash-attn]' builds it from source, with the CUDA compiler; {FOLDER}"
-    found = installed_version("flash-attn")
-    if found is None or TorchVersion(found) < FLASH_ATTN_2_SINCE:
-        return f"flash-attn {found or 'of unknown version'} is too old: needs {FLASH_ATTN_2_SINCE} or later"
+    version = installed_version("flash-attn")
+    if version is None or TorchVersion(version) < FLASH_ATTN_2_SINCE:
+        return f"flash-attn {version or 'of unknown version'} is too old: needs {FLASH_ATTN_2_SINCE} or later"
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
-        return f"flash-attn {found} is installed without its compiled part flash_attn_2_cuda"
+        return f"flash-attn {version} is installed without its compiled part flash_attn_2_cuda"
     return ""
 
 
@@ -146,19 +146,19 @@ def _flash_attn_4_absence() -> str:
 def _xformers_absence() -> str:
     if not _folders("xformers"):
         return f"{ABSENT}: pip install 'FOLDER[xformers]'; {FOLDER}"
-    found = installed_version("xformers")
+    version = installed_version("xformers")
     if importlib.util.find_spec("flash_attn") and not _has("flash_attn", "flash_attn_interface.py"):
         return (
-            f"xformers {found} cannot be imported: it takes flash_attn for FlashAttention-2, "
+            f"xformers {version} cannot be imported: it takes flash_attn for FlashAttention-2, "
             "and flash-attn-4 alone is there, without flash_attn_interface"
         )
     build = _xformers_build()
     if build is None:
-        return f"xformers {found} is installed without its compiled part, and none of its kernels run"
+        return f"xformers {version} is installed without its compiled part, and none of its kernels run"
     runtime = f"libcudart.so.{(build['cuda'] or 0) // 100}"
     if torch.version.cuda and build["cuda"] and not _loads(runtime):
         # Its compiled part is then not loaded, with a warning, and every call ends with an error.
-        return f"xformers {found} is compiled for a CUDA whose {runtime} is not found here"
+        return f"xformers {version} is compiled for a CUDA whose {runtime} is not found here"
     return ""
 
 

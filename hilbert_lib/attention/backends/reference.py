@@ -24,95 +24,97 @@ class _Head(NamedTuple):
     k: Tensor  # (batch, keys, head_dim)
     v: Tensor  # (batch, keys, head_dim)
     masks: list[Tensor]  # of each part, which keys a query sees: (batch, 1, queries, keys) bool
-    kept: list[Tensor]  # of each part, the dropout factor: (batch, group, queries, keys)
+    dropout_factors: list[Tensor]  # of each part: (batch, group, queries, keys)
 
 
-def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, queries)."""
-    return _forward(given, request, [slice(0, given.q.shape[1])])
+    return _forward(inputs, request, [slice(0, inputs.q.shape[1])])
 
 
-def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
     """Gradients: dS = P * (dP - delta), delta = rowsum(dout * out), summed over the parts."""
-    return _backward(dout, given, out, lse, request, [slice(0, given.q.shape[1])])
+    return _backward(dout, inputs, out, lse, request, [slice(0, inputs.q.shape[1])])
 
 
-def forward_by_rows(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def forward_by_rows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """`forward`, some rows of q at a time."""
-    return _forward(given, request, _some_rows(given))
+    return _forward(inputs, request, _row_chunks(inputs))
 
 
-def backward_by_rows(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward_by_rows(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
     """`backward`, some rows of q at a time."""
-    return _backward(dout, given, out, lse, request, _some_rows(given))
+    return _backward(dout, inputs, out, lse, request, _row_chunks(inputs))
 
 
-def _some_rows(given: Tensors) -> list[slice]:
-    batch, queries, heads, _ = given.q.shape
-    keys = given.k.shape[1] + (0 if given.extra_k is None else given.extra_k.shape[1])
-    count = max(1, SCORES_AT_ONCE // max(1, batch * heads // given.k.shape[2] * keys))
+def _row_chunks(inputs: Tensors) -> list[slice]:
+    batch, queries, heads, _ = inputs.q.shape
+    keys = inputs.k.shape[1] + (0 if inputs.extra_k is None else inputs.extra_k.shape[1])
+    count = max(1, SCORES_AT_ONCE // max(1, batch * heads // inputs.k.shape[2] * keys))
     return [slice(first, min(first + count, queries)) for first in range(0, queries, count)]
 
 
-def _forward(given: Tensors, request: Request, chunks: list[slice]) -> tuple[Tensor, Tensor]:
-    q = given.q
+def _forward(inputs: Tensors, request: Request, chunks: list[slice]) -> tuple[Tensor, Tensor]:
+    q = inputs.q
     out = torch.zeros(q.shape, dtype=WORKING_DTYPE[q.dtype], device=q.device)
     lse = out.new_zeros(q.shape[0], q.shape[2], q.shape[1])
     for rows in chunks:
-        for head in _heads(given, request, rows):
+        for head in _heads(inputs, request, rows):
             scores = torch.einsum("bqhd,bkd->bhqk", head.q, head.k) * request.scale
             # The multiset union: the keys once for each part, one after the other.
             scores = torch.cat([scores.masked_fill(~mask, -torch.inf) for mask in head.masks], dim=-1)
             own_lse = scores.logsumexp(-1)
             # A row without keys is NaN here and 0 after the mask; so is one whose scores are all -inf.
-            there = torch.cat(head.masks, -1) & own_lse[..., None].ne(-torch.inf)
-            weights = torch.where(there, scores.softmax(-1), 0.0) * torch.cat(head.kept, -1)
+            attends = torch.cat(head.masks, -1) & own_lse[..., None].ne(-torch.inf)
+            weights = torch.where(attends, scores.softmax(-1), 0.0) * torch.cat(head.dropout_factors, -1)
             out[:, rows, head.heads] = _weighted_sum(weights, head.v, head.masks)
             lse[:, head.heads, rows] = own_lse
     return out.to(q.dtype), lse
 
 
-def _backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, chunks: list[slice]) -> Tensors:
+def _backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, chunks: list[slice]
+) -> Tensors:
     dtype = WORKING_DTYPE[dout.dtype]
-    grads = Tensors(*(None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in given))
-    keys = given.k.shape[1]
+    grads = Tensors(*(None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs))
+    keys = inputs.k.shape[1]
     for rows in chunks:
-        for head in _heads(given, request, rows):
+        for head in _heads(inputs, request, rows):
             own_dout = dout[:, rows, head.heads].to(dtype)
             delta = (own_dout * out[:, rows, head.heads].to(dtype)).sum(-1).transpose(1, 2)  # (batch, group, queries)
             own_lse = lse[:, head.heads, rows]
             scores = torch.einsum("bqhd,bkd->bhqk", head.q, head.k) * request.scale
             dscores, dv = 0.0, 0.0
-            for mask, kept in zip(head.masks, head.kept, strict=True):
+            for mask, factor in zip(head.masks, head.dropout_factors, strict=True):
                 probabilities = _probabilities(scores, own_lse, mask)
-                dv = dv + torch.einsum("bhqk,bqhd->bkd", probabilities * kept, own_dout)
-                dprobabilities = torch.einsum("bqhd,bkd->bhqk", own_dout, head.v) * kept
+                dv = dv + torch.einsum("bhqk,bqhd->bkd", probabilities * factor, own_dout)
+                dprobabilities = torch.einsum("bqhd,bkd->bhqk", own_dout, head.v) * factor
                 dscores = dscores + probabilities * (dprobabilities - delta[..., None])
             grads.q[:, rows, head.heads] = torch.einsum("bhqk,bkd->bqhd", dscores, head.k) * request.scale
             dk = torch.einsum("bhqk,bqhd->bkd", dscores, head.q) * request.scale
-            for whole, extra, both in ((grads.k, grads.extra_k, dk), (grads.v, grads.extra_v, dv)):
-                whole[:, :, head.kv_head] += both[:, :keys]
-                if extra is not None:
-                    extra[:, :, head.kv_head] += both[:, keys:]
-    return as_returned(grads, given, request)
+            for key_grad, extra_grad, both in ((grads.k, grads.extra_k, dk), (grads.v, grads.extra_v, dv)):
+                key_grad[:, :, head.kv_head] += both[:, :keys]
+                if extra_grad is not None:
+                    extra_grad[:, :, head.kv_head] += both[:, keys:]
+    return as_returned(grads, inputs, request)
 
 
-def _heads(given: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
+def _heads(inputs: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
     # Every KV head, with some rows of q.
-    pattern, dtype = request.pattern, WORKING_DTYPE[given.q.dtype]
-    batch, _, heads, _ = given.q.shape
-    kv_heads = given.k.shape[2]
+    pattern, dtype = request.pattern, WORKING_DTYPE[inputs.q.dtype]
+    batch, _, heads, _ = inputs.q.shape
+    kv_heads = inputs.k.shape[2]
     group = heads // kv_heads
-    queries, keys = _positions(given, request)
+    queries, keys = _positions(inputs, request)
     queries = queries[rows]
-    k, v = given.k, given.v
-    extra = 0 if given.extra_k is None else given.extra_k.shape[1]
+    k, v = inputs.k, inputs.v
+    extra = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
     if extra:
-        k, v = torch.cat([k, given.extra_k], 1), torch.cat([v, given.extra_v], 1)
-    hidden = padding_of(given, request)[:, None, None]
+        k, v = torch.cat([k, inputs.extra_k], 1), torch.cat([v, inputs.extra_v], 1)
+    hidden = padding_of(inputs, request)[:, None, None]
     for kv_head in range(kv_heads):
-        own = slice(kv_head * group, (kv_head + 1) * group)
-        masks, kept = [], []
+        query_heads = slice(kv_head * group, (kv_head + 1) * group)
+        masks, dropout_factors = [], []
         for number, part in enumerate(pattern.head_parts(kv_head, kv_heads)):
             mask = pattern.mask(
                 part, queries.clamp(min=0), keys, kv_head=kv_head, kv_heads=kv_heads, is_causal=request.is_causal
@@ -120,23 +122,29 @@ def _heads(given: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
             # Every query sees the extra keys once, whatever parts there are.
             mask = torch.nn.functional.pad(mask, (0, extra), value=number == 0) & (queries >= 0)[:, None]
             masks.append(mask.expand(batch, 1, -1, -1) & ~hidden)
-            kept.append(_kept(request, part, queries, keys, batch, own, dtype).expand(batch, group, *mask.shape))
+            factor = _dropout_factor(request, part, queries, keys, batch, query_heads, dtype)
+            dropout_factors.append(factor.expand(batch, group, *mask.shape))
         yield _Head(
-            kv_head, own, given.q[:, rows, own].to(dtype), k[:, :, kv_head].to(dtype), v[:, :, kv_head].to(dtype),
-            masks, kept,
-        )  # fmt: skip
+            kv_head,
+            query_heads,
+            inputs.q[:, rows, query_heads].to(dtype),
+            k[:, :, kv_head].to(dtype),
+            v[:, :, kv_head].to(dtype),
+            masks,
+            dropout_factors,
+        )
 
 
-def _positions(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    # Of each row of q, -1 where it is not computed, and of each row of k.
+def _positions(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    # The position of each row of q, -1 where it is not computed, and of each row of k.
     if request.pattern.length is not None:
-        return cells_of(given, request)
-    device, first = given.q.device, request.first_query
-    queries = torch.arange(first, first + given.q.shape[1], device=device)
-    return queries, torch.arange(given.k.shape[1], device=device)
+        return cells_of(inputs, request)
+    device, first = inputs.q.device, request.first_query
+    queries = torch.arange(first, first + inputs.q.shape[1], device=device)
+    return queries, torch.arange(inputs.k.shape[1], device=device)
 
 
-def _kept(
+def _dropout_factor(
     request: Request, part: int, queries: Tensor, keys: Tensor, batch: int, heads: slice, dtype: torch.dtype
 ) -> Tensor:
     # 0 for what dropout drops, otherwise 1 / (1 - dropout_p); it broadcasts to (batch, group, queries, keys).
@@ -155,7 +163,7 @@ def _kept(
 
 
 def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
-    # Zero where nothing attends, also in rows whose lse is -inf and next to scores that are NaN.
+    # exp(score - lse); zero where nothing attends, also in rows whose lse is -inf and next to scores that are NaN.
     return torch.where(mask & lse[..., None].ne(-torch.inf), (scores - lse[..., None]).exp(), 0.0)
 
 

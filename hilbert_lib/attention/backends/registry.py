@@ -20,12 +20,12 @@ WITHOUT_BUILD = {
 
 def _serving(kind: type[Pattern]) -> dict[str, Backend]:
     # Of backends with one name the one that was made for the kind, not for one that it derives from.
-    found: dict[str, Backend] = {}
+    by_name: dict[str, Backend] = {}
     for ancestor in kind.__mro__:
         for backend in _EVERY:
             if backend.serves is ancestor:
-                found.setdefault(backend.name, backend)
-    return found
+                by_name.setdefault(backend.name, backend)
+    return by_name
 
 
 def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
@@ -33,10 +33,10 @@ def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
     kind = pattern if isinstance(pattern, type) else type(pattern)
     if kind in _BY_KIND:
         return _BY_KIND[kind]
-    found = _serving(kind)
+    backends = _serving(kind)
     if not torch.compiler.is_compiling():  # which could not make the entry again
-        _BY_KIND[kind] = found
-    return found
+        _BY_KIND[kind] = backends
+    return backends
 
 
 def _serving_unions() -> dict[str, Backend]:
@@ -46,7 +46,7 @@ def _serving_unions() -> dict[str, Backend]:
 
 def _caveats(name: str) -> str:
     # Of all backends of that name.
-    return "; ".join(dict.fromkeys(each.caveat for each in _EVERY if each.name == name and each.caveat))
+    return "; ".join(dict.fromkeys(backend.caveat for backend in _EVERY if backend.name == name and backend.caveat))
 
 
 _BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)} | {Union: _serving_unions()}

@@ -23,9 +23,9 @@ from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 
 
-def forward(given: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
-    q, k, v, *_ = given
+    q, k, v, *_ = inputs
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
 
@@ -46,10 +46,10 @@ def forward(given: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tens
 
 
 def backward(
-    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, call: Request, kernel: Kernel
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
-    q, k, v, *_ = given
+    q, k, v, *_ = inputs
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
     query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
     if _merges_at_once(q, kernel):
@@ -58,9 +58,10 @@ def backward(
         parts = [], [], []
         for step in steps(call, query_side, [k, v]):
             dq, dk, dv = (x.to(q.dtype) for x in _gradients(kernel, step))
-            for some, part in zip(parts, (step.query_part(dq), step.key_part(dk), step.key_part(dv)), strict=True):
-                some.append(part)
-        return tuple(sum_parts(some, x) for some, x in zip(parts, (q, k, v), strict=True))
+            step_parts = step.query_part(dq), step.key_part(dk), step.key_part(dv)
+            for grad_parts, part in zip(parts, step_parts, strict=True):
+                grad_parts.append(part)
+        return tuple(sum_parts(grad_parts, x) for grad_parts, x in zip(parts, (q, k, v), strict=True))
     dq, dk, dv = (torch.zeros(x.shape, dtype=WORKING_DTYPE[x.dtype], device=x.device) for x in (q, k, v))
     for step in steps(call, [*query_side, dq], [k, v, dk, dv]):
         for total, part in zip((step.queries[4], *step.keys[2:]), _gradients(kernel, step), strict=True):
@@ -123,9 +124,11 @@ def _blocks(
     blocks, end = [], first + queries
     for branch, (w, r) in enumerate(pattern.branches):
         # Whole segments with all their queries share blocks, of as many as kernels take; a cut segment is one block.
-        whole = range(-(-first // w), max(-(-first // w), end // w))
-        cut = {segment for segment in (first // w, (end - 1) // w) if segment not in whole}
-        runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
+        full_segments = range(-(-first // w), max(-(-first // w), end // w))
+        cut = {segment for segment in (first // w, (end - 1) // w) if segment not in full_segments}
+        runs = [
+            (segment, min(MOST_SEQUENCES, full_segments.stop - segment)) for segment in full_segments[::MOST_SEQUENCES]
+        ]
         groups = pattern.offset_heads(branch, kv_heads)
         for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
             start, rows = segment * w, {}
@@ -134,8 +137,10 @@ def _blocks(
                 rows[offset] = rows_in_segment(min(w, keys - start), r, offset), before, until - before
             for heads, offset, shift in _views(groups, kv_heads, rows, is_masked):
                 key_rows, before, query_rows = rows[offset]
-                at = offset + before * r
-                blocks.append(_Block(branch, w, r, heads, shift, segments, start, at, query_rows, offset, key_rows))
+                first_row = offset + before * r
+                blocks.append(
+                    _Block(branch, w, r, heads, shift, segments, start, first_row, query_rows, offset, key_rows)
+                )
     return tuple(blocks)
 
 
@@ -184,8 +189,8 @@ class _Fold:
         else:
             tensors = tuple(x[:, :, :, None] for x in results)
             heads, start = heads[self.head : self.head + 1], start + self.head * block.shift
-        at = slice(heads.start, heads.stop, heads.step)
-        return StridedRows(tensors, self.batch, at, start, block.segment_length, block.rate, block.shift)
+        head_slice = slice(heads.start, heads.stop, heads.step)
+        return StridedRows(tensors, self.batch, head_slice, start, block.segment_length, block.rate, block.shift)
 
 
 @dataclass(frozen=True)
@@ -241,20 +246,20 @@ def _folds(views: list[Tensor]) -> list[_Fold]:
 
 
 def _masks(call: Request, block: _Block, batch: int, heads: range, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    # The keys that padding allows and the dropout factor, (batch, segments, heads, queries, keys), where asked for.
+    # The keys that padding allows, and the dropout factor: (batch, segments, heads, queries, keys) each, or None.
     # heads: one query head of every KV head.
     if call.dropout_p == 0.0 and call.key_padding_mask is None:
         return None, None
     device = q.device
     head = torch.arange(heads.start, heads.stop, heads.step, device=device)[block.kv_heads]
     key = block.positions(block.first_key, block.keys, device)
-    allowed = kept = None
+    allowed = dropout_factor = None
     if call.key_padding_mask is not None:
         # Expanded last: `~` writes out whatever it is given.
         allowed = (~call.key_padding_mask[:, key])[:, :, None, None].expand(-1, -1, len(head), block.queries, -1)
     if call.dropout_p > 0.0:
         query = block.positions(block.first_query, block.queries, device)
-        kept = keep_mask(
+        dropout_factor = keep_mask(
             call.seed,
             call.dropout_p,
             batch=torch.arange(batch, device=device)[:, None, None, None, None],
@@ -263,7 +268,7 @@ def _masks(call: Request, block: _Block, batch: int, heads: range, q: Tensor) ->
             queries=query[:, None, :, None],
             keys=key[:, None, None, :],
         ).to(WORKING_DTYPE[q.dtype]) / (1.0 - call.dropout_p)
-    return allowed, kept
+    return allowed, dropout_factor
 
 
 def over_views(
@@ -278,23 +283,23 @@ def over_views(
             Its forward takes nothing. Without sizes the workspace is found by running it on meta tensors.
     """
     kernels = (kernel, on_cuda or kernel)
-    pairs = [(partial(forward, kernel=one), partial(backward, kernel=one)) for one in kernels]
+    pairs = [(partial(forward, kernel=dense), partial(backward, kernel=dense)) for dense in kernels]
     workspace = partial(_workspace, sizes=sizes) if sizes else None
     return {"functions": lambda device: pairs[device.type == "cuda"], "workspace": workspace}
 
 
 def _workspace(
-    given: tuple, call: Request, direction: str, device: torch.device, returned: int, sizes: dict
+    arguments: tuple, call: Request, direction: str, device: torch.device, returned: int, sizes: dict
 ) -> dict[str, int] | None:
-    # Highest point where the results of all kernels are kept and merged at once, as on CUDA.
+    # The peak where all results are kept and merged at once, as on CUDA.
     if device.type != "cuda":
         return None
     if direction == "forward":
-        (q, k, v, *_), lse_size, held = given[0], 4, 0
+        (q, k, v, *_), lse_size, copies = arguments[0], 4, 0
         query_side, workspace = [q], (0, 0, 0)
     else:
-        dout, (q, k, v, *_), out, lse = given
-        lse_size, held = 0, lse.nbytes  # of a copy in another layout
+        dout, (q, k, v, *_), out, lse = arguments
+        lse_size, copies = 0, lse.nbytes  # of a copy in another layout
         query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
         workspace = sizes[q.element_size()]
     peak, (dense, thinned, per_row) = 0, workspace
@@ -302,6 +307,6 @@ def _workspace(
         per_element = dense if step.rate == 1 else thinned
         q, k = step.queries[0], step.keys[0]
         rows = q.numel() // q.shape[-1]
-        held += q.nbytes + lse_size * rows + (2 * k.nbytes if direction == "backward" else 0)
-        peak = max(peak, held + per_element * q.numel() + per_row * rows)
-    return {"temporary": max(peak, held + returned) - returned}
+        copies += q.nbytes + lse_size * rows + (2 * k.nbytes if direction == "backward" else 0)
+        peak = max(peak, copies + per_element * q.numel() + per_row * rows)
+    return {"temporary": max(peak, copies + returned) - returned}

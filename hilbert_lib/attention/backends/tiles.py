@@ -33,15 +33,15 @@ class _Tile(NamedTuple):
     scores: Tensor  # (batch, tiles, kv_heads, group * rows, keys + extra), -inf where a query does not see a key
 
 
-def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
-    batch, seq, heads, head_dim = given.q.shape
-    out = given.q.new_zeros(batch, seq + 1, heads, head_dim)
-    lse = given.q.new_zeros(batch, seq + 1, heads, dtype=WORKING_DTYPE[given.q.dtype])
-    for near, own in request.heads_by_window.items():
-        some, which = _of_heads(given, own)
+    batch, seq, heads, head_dim = inputs.q.shape
+    out = inputs.q.new_zeros(batch, seq + 1, heads, head_dim)
+    lse = inputs.q.new_zeros(batch, seq + 1, heads, dtype=WORKING_DTYPE[inputs.q.dtype])
+    for near, kv_heads in request.heads_by_window.items():
+        window_inputs, which = _of_heads(inputs, kv_heads)
         outs, lses = out[:, :, which], lse[:, :, which]
-        for tile in _chunks(some, near, request):
+        for tile in _chunks(window_inputs, near, request):
             part_lse = tile.scores.logsumexp(-1)
             weights = (tile.scores - _finite(part_lse)[..., None]).exp_()
             outs.index_copy_(1, tile.queries, _by_row(weights @ tile.v, outs).to(out.dtype))
@@ -51,16 +51,16 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return out[:, :seq].contiguous(), lse[:, :seq].transpose(1, 2).contiguous()
 
 
-def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse."""
     dtype = WORKING_DTYPE[dout.dtype]
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
-    rows = Tensors(*(x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=dtype) for x in given))
-    for near, own in request.heads_by_window.items():
-        some, which = _of_heads(given, own)
-        sums = Tensors(*(x[:, :, which if n == 0 else own] for n, x in enumerate(rows)))
+    rows = Tensors(*(x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=dtype) for x in inputs))
+    for near, kv_heads in request.heads_by_window.items():
+        window_inputs, which = _of_heads(inputs, kv_heads)
+        sums = Tensors(*(x[:, :, which if n == 0 else kv_heads] for n, x in enumerate(rows)))
         row_side = [x[:, :, which] for x in (dout.to(dtype), lse.transpose(1, 2)[..., None], delta)]
-        for tile in _chunks(some, near, request):
+        for tile in _chunks(window_inputs, near, request):
             douts, lses, deltas = (_gathered(x, tile.queries, tile.q) for x in row_side)
             weights = (tile.scores - _finite(lses)).exp_()
             dscores = weights * (douts @ tile.v.mT - deltas)
@@ -68,29 +68,29 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
             keys = tile.keys.numel() // tile.q.shape[1]
             for n, both in ((1, dscores.mT @ tile.q * request.scale), (2, weights.mT @ douts)):
                 sums[n].index_add_(1, tile.keys, both[..., :keys, :].transpose(2, 3).flatten(1, 2))
-                sums[n + 2][:, : given.extra_k.shape[1]] += both[..., keys:, :].sum(1).transpose(1, 2)
-        for n, (whole, part) in enumerate(zip(rows, sums, strict=True)):
-            whole[:, :, which if n == 0 else own] = part
-    return as_returned(Tensors(*(x[:, : y.shape[1]] for x, y in zip(rows, given, strict=True))), given, request)
+                sums[n + 2][:, : inputs.extra_k.shape[1]] += both[..., keys:, :].sum(1).transpose(1, 2)
+        for n, (grad, part) in enumerate(zip(rows, sums, strict=True)):
+            grad[:, :, which if n == 0 else kv_heads] = part
+    return as_returned(Tensors(*(x[:, : y.shape[1]] for x, y in zip(rows, inputs, strict=True))), inputs, request)
 
 
-def _of_heads(given: Tensors, kv_heads: list[int]) -> tuple[Tensors, slice | Tensor]:
-    # The tensors of some KV heads and their query heads, and which these are.
-    count = given.k.shape[2]
+def _of_heads(inputs: Tensors, kv_heads: list[int]) -> tuple[Tensors, slice | Tensor]:
+    # The inputs of some KV heads with their query heads, and the index of these query heads.
+    count = inputs.k.shape[2]
     if len(kv_heads) == count:
-        return given, slice(None)
-    group = given.q.shape[2] // count
-    heads = torch.tensor([g * group + n for g in kv_heads for n in range(group)], device=given.q.device)
-    return Tensors(given.q[:, :, heads], *(x[:, :, kv_heads] for x in given[1:])), heads
+        return inputs, slice(None)
+    group = inputs.q.shape[2] // count
+    heads = torch.tensor([g * group + n for g in kv_heads for n in range(group)], device=inputs.q.device)
+    return Tensors(inputs.q[:, :, heads], *(x[:, :, kv_heads] for x in inputs[1:])), heads
 
 
 def _finite(lse: Tensor) -> Tensor:
-    # Where there are no keys every score is -inf, and so must be what it is taken from.
+    # lse, but 0 for a row without keys: all its scores are -inf, and -inf - -inf would be NaN.
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _gathered(x: Tensor, rows: Tensor, q: Tensor) -> Tensor:
-    # Rows of x (batch, seq, heads, n) as q has them in its tiles.
+    # Rows of x (batch, seq, heads, n) in the layout of q's tiles.
     batch, tiles, kv_heads, _, _ = q.shape
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))
     part = padded.index_select(1, rows).view(batch, tiles, -1, kv_heads, x.shape[2] // kv_heads, x.shape[3])
@@ -98,37 +98,37 @@ def _gathered(x: Tensor, rows: Tensor, q: Tensor) -> Tensor:
 
 
 def _by_row(x: Tensor, like: Tensor) -> Tensor:
-    # What `_gathered` did, undone: (batch, tiles * rows, heads, n).
+    # The inverse of `_gathered`: (batch, tiles * rows, heads, n).
     batch, _, kv_heads, _, width = x.shape
     group = like.shape[2] // kv_heads
     return x.unflatten(3, (group, -1)).permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, like.shape[2], width)
 
 
-def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_Tile]:
-    q, k, v, extra_k, extra_v = (x.to(WORKING_DTYPE[x.dtype]) for x in given)
+def _chunks(inputs: Tensors, near: Neighbourhood, request: Request) -> Iterator[_Tile]:
+    q, k, v, extra_k, extra_v = (x.to(WORKING_DTYPE[x.dtype]) for x in inputs)
     gathered = request.slots is not None
     axes, q_sides, k_sides = _axes(near, request.part, gathered, q.device)
-    rows, keys = (prod(axis[side].shape[1] for axis in axes) for side in (0, 1))
+    rows, keys = prod(axis.queries.shape[1] for axis in axes), prod(axis.keys.shape[1] for axis in axes)
     tiles = prod(len(axis.queries) for axis in axes)
     size = max(1, CHUNK // (q.shape[0] * q.shape[2] * rows * (keys + extra_k.shape[1])))
     past_q, past_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
     firsts = range(0, tiles, size)
     for first in firsts[:3] if q.is_meta else firsts:  # where memory is counted: the others take no more
         number = torch.arange(first, min(first + size, tiles), device=q.device)
-        own = []
+        tile_index = []
         for axis in reversed(axes):  # torch's unravel_index copies from the host, which a CUDA graph cannot capture
-            own.insert(0, number % len(axis.queries))
+            tile_index.insert(0, number % len(axis.queries))
             number = number // len(axis.queries)
-        queries, is_query = joined(q_sides, [axis.queries[n] for axis, n in zip(axes, own, strict=True)])
-        cells, there = joined(k_sides, [axis.keys[n] for axis, n in zip(axes, own, strict=True)])
-        seen = _seen([axis.attends[n] for axis, n in zip(axes, own, strict=True)])
+        queries, is_query = joined(q_sides, [axis.queries[n] for axis, n in zip(axes, tile_index, strict=True)])
+        cells, is_key = joined(k_sides, [axis.keys[n] for axis, n in zip(axes, tile_index, strict=True)])
+        attends = _attends([axis.attends[n] for axis, n in zip(axes, tile_index, strict=True)])
         queries, cells = slots_of(request, queries), slots_of(request, cells)
         if gathered:  # a box holds cells of others too
-            is_query, there = is_query & (queries >= 0) & (queries < past_q), there & (cells >= 0)
-        queries, slots = queries.where(is_query, past_q).flatten(), cells.where(there, past_k).flatten()
+            is_query, is_key = is_query & (queries >= 0) & (queries < past_q), is_key & (cells >= 0)
+        queries, slots = queries.where(is_query, past_q).flatten(), cells.where(is_key, past_k).flatten()
         qs = _gathered(q, queries, q.new_empty(q.shape[0], len(number), k.shape[2], 0, 0))
         ks, vs = (_gathered(x, slots, qs) for x in (k, v))
-        hidden = ~seen[None]
+        hidden = ~attends[None]
         if request.key_padding_mask is not None:
             padding = torch.nn.functional.pad(request.key_padding_mask, (0, 1)).index_select(1, slots)
             hidden = hidden | padding.view(len(padding), len(number), 1, -1)
@@ -151,25 +151,26 @@ def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_
 def _axes(
     near: Neighbourhood, part: GridPart | None, gathered: bool, device: torch.device
 ) -> tuple[list[AxisTiles], tuple[int, ...], tuple[int, ...]]:
-    # Tiles along each axis, and the sides of the boxes in which their queries and keys are counted.
+    # Tiles along each axis, and the sides of the boxes whose cells number their queries and their keys.
     tiles, cells = TILE[len(near.axes)], part.queries if part else [None] * len(near.axes)
-    made = (axis_tiles(axis, size, "cpu", own) for axis, size, own in zip(near.axes, tiles, cells, strict=True))
-    axes = [AxisTiles(*(x.to(device) for x in each)) for each in made]  # "meta", where memory is counted, has no values
+    on_host = (axis_tiles(axis, size, "cpu", spans) for axis, size, spans in zip(near.axes, tiles, cells, strict=True))
+    # Values are computed on the host: "meta", where memory is counted, has none.
+    axes = [AxisTiles(*(x.to(device) for x in host_axis)) for host_axis in on_host]
     if part is None or gathered:
         return axes, near.shape, near.shape
-    for n, ((queries, keys, seen), side) in enumerate(zip(axes, near.shape, strict=True)):
+    for n, ((queries, keys, attends), length) in enumerate(zip(axes, near.shape, strict=True)):
         queries = (queries - part.rows[n].start).where(queries >= 0, -1)
-        keys = ((keys - part.keys[n].start) % side).where(keys >= 0, -1)
-        axes[n] = AxisTiles(queries, keys, seen)
+        keys = ((keys - part.keys[n].start) % length).where(keys >= 0, -1)
+        axes[n] = AxisTiles(queries, keys, attends)
     return axes, tuple(map(len, part.rows)), tuple(map(len, part.keys))
 
 
-def _seen(lines: list[Tensor]) -> Tensor:
-    # (tiles, rows, keys) of a product of lines.
-    seen = lines[0]
+def _attends(lines: list[Tensor]) -> Tensor:
+    # Which keys each row sees (tiles, rows, keys), from the same along each axis.
+    attends = lines[0]
     for line in lines[1:]:
-        seen = (seen[:, :, None, :, None] & line[:, None, :, None, :]).flatten(3, 4).flatten(1, 2)
-    return seen
+        attends = (attends[:, :, None, :, None] & line[:, None, :, None, :]).flatten(3, 4).flatten(1, 2)
+    return attends
 
 
 BACKENDS = (
