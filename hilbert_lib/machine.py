@@ -1,4 +1,4 @@
-"""What this machine is: its GPU, how Triton kernels run on it, and what a measurement made here depends on."""
+"""Facts about this machine: its GPU, how Triton kernels run on it, and what a measurement made here depends on."""
 
 import hashlib
 import importlib.util
@@ -37,7 +37,7 @@ ARCHITECTURES = (
     ((10, 0), "Blackwell"),
     ((13, 0), "newer"),
 )
-# From which capability the hardware computes with a dtype; below it torch emulates, if it takes the dtype at all.
+# The lowest capability whose hardware computes with a dtype. Below it torch emulates, if it takes the dtype at all.
 DTYPES = (
     ((0, 0), torch.float32),
     ((0, 0), torch.float64),
@@ -46,7 +46,7 @@ DTYPES = (
     ((8, 9), torch.float8_e4m3fn),
     ((8, 9), torch.float8_e5m2),
 )
-# What to compute attention in. Pascal has no matrix units, and most of it computes float16 at 1/64 of float32's rate.
+# The dtype for attention. Pascal has no matrix units, and most of it computes float16 at 1/64 of float32's rate.
 RECOMMENDED = (((0, 0), torch.float32), ((7, 0), torch.float16), ((8, 0), torch.bfloat16))
 
 
@@ -163,7 +163,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def machine_facts() -> dict:
-    """What a measurement depends on; where one of these differs, it is measured again. JSON can hold all of it.
+    """The facts that a measurement depends on: where one differs, it is measured again. JSON can hold all of them.
 
     Raises RuntimeError as `check_gpu` does.
     """
@@ -184,7 +184,7 @@ def machine_facts() -> dict:
 
 @compile_time_constant
 def kernel_mode() -> str:
-    """How Triton kernels run here: "compiled" (on a GPU), "interpreted" (TRITON_INTERPRET is set) or "absent"."""
+    """The way Triton kernels run here: "compiled" (on a GPU), "interpreted" (TRITON_INTERPRET is set) or "absent"."""
     if importlib.util.find_spec("triton") is None:
         return "absent"
     if _is_interpreting():
@@ -294,7 +294,7 @@ def cpu_model() -> str:
 
 
 def output(*command: str) -> str | None:
-    """What a command prints; None if it is missing or fails."""
+    """The output of a command; None if it is missing or fails."""
     # Whoever called, such as git's hooks, names a repository of its own in GIT_DIR, GIT_INDEX_FILE and others.
     env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_") or "CONFIG" in name}
     how = {"capture_output": True, "text": True, "errors": "replace", "check": True, "timeout": 20, "env": env}

@@ -326,12 +326,12 @@ def _chunk_perm(ordering: Ordering, length: int, device: torch.device) -> Tensor
 
 
 def _some(table: Tensor) -> str:
-    # For words: the first values, and how many there are.
+    # The first values of a table and their number, in words.
     return str(table.tolist()) if len(table) <= 8 else f"{str(table[:6].tolist())[:-1]}, ...] of {len(table)}"
 
 
 def ordering_cache_info() -> CacheInfo:
-    """How often tables were found in the cache since the process began, and what it holds, its size in positions."""
+    """Hits and misses of the cache of tables since the process began, and its size in positions."""
     return ordering_tables.cache_info()
 
 

@@ -58,7 +58,7 @@ def rows_of(cu_seqlens: Tensor, total: int, max_seqlen: int | None = None) -> li
 
 
 def check_rows(cu_seqlens: Tensor, total: int, max_seqlen: int | None) -> None:
-    """What `rows_of` checks, without a wait: a GPU stops at what is wrong, and later calls of CUDA raise."""
+    """The checks of `rows_of` without a wait: a GPU stops at the first fault, and later calls of CUDA raise."""
     if cu_seqlens.device.type == "cpu" or len(cu_seqlens) == 1:  # no document: none has a length to look up
         rows_of(cu_seqlens, total, max_seqlen)
         return

@@ -45,7 +45,7 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def keep_mask(
     seed: Tensor, dropout_p: float, *, batch: Tensor, head: Tensor, branch: int, queries: Tensor, keys: Tensor
 ) -> Tensor:
-    """Which attention probabilities dropout keeps: bool, True with probability 1 - dropout_p.
+    """The attention probabilities that dropout keeps: bool, True with probability 1 - dropout_p.
 
     The bits are Philox(seed; key position, query position, query head | branch << 16, batch). seed is (1,) int64 or
     made by `named`; the coordinates are int64 tensors that broadcast, below 2^32 (heads and branches below 2^16).

@@ -1,4 +1,4 @@
-"""Which backend serves a call, and why not the others."""
+"""The backend that serves a call, and why the others do not."""
 
 import torch
 
@@ -21,7 +21,7 @@ def explain_backend(
     backend: str = "auto",
     **options,
 ) -> Explanation:
-    """Which backend `attend` would run for the same arguments, and why it passes over the others.
+    """The backend that `attend` would run for the same arguments, and why it passes over the others.
 
     >>> from hilbert_lib import DilatedPattern, Neighbourhood
     >>> q = k = v = torch.ones(1, 8, 2, 4)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.machine import installed_version
 
-# What a backend answered for tensors of one dtype and head_dim, by function, backend, dtype and head_dim.
+# Errors of kernels that did not compile, by function, backend, dtype and head_dim.
 _failed: dict[tuple, str] = {}
 changes = 0  # how often that changed
 
@@ -29,8 +29,8 @@ def not_compiled(kernel: str, error: BaseException) -> KernelError:
 
 
 def failure(function: str, backend: str, q: Tensor) -> str:
-    """Which kernel of a backend did not compile in an earlier call of such tensors, or "" where none is known."""
-    # Asked first whether there is any: torch.compile then guards on that alone.
+    """The error of a backend's kernel that did not compile in an earlier call of such tensors, or ""."""
+    # An empty dict is asked first: torch.compile then guards on that alone.
     return _failed.get((function, backend, q.dtype, q.shape[-1]), "") if _failed else ""
 
 

@@ -83,7 +83,7 @@ def slots_of(request: Request, cells: Tensor) -> Tensor:
 
 
 def padding_of(inputs: Tensors, request: Request) -> Tensor:
-    """Which keys have no weight: (batch, seq + extra) bool."""
+    """The keys without weight: (batch, seq + extra) bool."""
     masks = []
     for mask, x in ((request.key_padding_mask, inputs.k), (request.extra_padding_mask, inputs.extra_k)):
         if x is not None:

@@ -1,4 +1,4 @@
-"""What one call asks for, validated: the tensors with gradients, and a `Request` of all else."""
+"""One call, validated: the tensors with gradients, and a `Request` of all else."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

@@ -120,7 +120,7 @@ def backends(lengths, gradient, **sizes) -> None:
 
 
 def _work(segment_lengths, dilation_rates, dtype, causal, **sizes) -> dict:
-    """What a command is asked for: the pattern, the device, the dtype, and the sizes as they are given."""
+    """The work of a command, by name: the pattern, the device, the dtype, and the sizes as the user gave them."""
     from hilbert_lib.limits.memory import device_or_default
     from hilbert_lib.machine import check_gpu
     from hilbert_lib.patterns.dilated import DilatedPattern

@@ -1,4 +1,4 @@
-"""What the subcommands of `hilbert` share: options, numbers with units, and errors told without a traceback."""
+"""Parts that the subcommands of `hilbert` share: options, numbers with units, and errors told without a traceback."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -42,7 +42,7 @@ class State(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How one grid falls into blocks and leaves.
+    """The division of one grid into blocks and leaves, as tables.
 
     State 0 is the grid. Halves are those of axes 0, 1 and 2 of the grid, as the bits 4, 2 and 1; an axis that is not
     cut has the upper one alone. A leaf is its own only child, so that a walk may be longer than its path.
@@ -64,7 +64,7 @@ class Rules(NamedTuple):
 
 
 def coordinates(sides: tuple[int, ...], device: torch.device) -> Tensor:
-    """As `curves.curve_coordinates` for the Hilbert curve: (cells, ndim) int64."""
+    """The cells of the Hilbert curve in its order, (cells, ndim) int64, like `curves.curve_coordinates`."""
     out = torch.empty(prod(sides), len(sides), dtype=torch.int64, device=device)
     rules = _rules(sides, LEAF_CELLS, out.device)
     with torch.cuda.device_of(out):

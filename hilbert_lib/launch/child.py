@@ -137,7 +137,7 @@ def function_of(target: str) -> Callable:
 
 
 def report_of(error: BaseException) -> dict:
-    """What `isolated.diagnosis` judges an error by."""
+    """The facts of an error by which `isolated.diagnosis` judges it."""
     return {"error": {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}}
 
 

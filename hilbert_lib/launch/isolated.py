@@ -40,18 +40,18 @@ NO_PROCESS = "no process could be started: "
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 SIGNALS = {int(each): each.name for each in signal.Signals}  # without the real-time ones between first and last
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What torch, CUDA, its libraries (cuBLAS, cuDNN) and C++ say of memory that they did not get.
+# Errors of torch, CUDA, its libraries (cuBLAS, cuDNN) and C++ where they got no memory.
 NO_MEMORY = re.compile(
     "out of memory|OUT_OF_MEMORY|_STATUS_ALLOC_FAILED|can't allocate memory|Cannot allocate memory"
     "|not enough memory|bad_alloc"
 )
-# What torch, Triton and packages that call the driver themselves say of a fault of the GPU.
+# Errors of torch, Triton and packages that call the driver themselves, for a fault of the GPU.
 CUDA_FAULT = re.compile(r"CUDA error|CUDA driver error|Triton Error \[CUDA\]|CUDA_ERROR_")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an isolated call ended."""
+    """The end of an isolated call."""
 
     # "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" (the machine's,
     # or no process could be started) or, for any other exception, "failed"

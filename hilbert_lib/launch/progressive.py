@@ -41,7 +41,7 @@ class ProgressiveRow:
 
 @dataclass(frozen=True)
 class ProgressiveResult:
-    """What a progressive test found; where it stopped before the end, the last row is the length at which it did."""
+    """The rows of a progressive test. If it stopped before the end, the last row is the length at which it did."""
 
     rows: tuple[ProgressiveRow, ...]
     limit: str  # what stopped the test, in words, also where it reached its end

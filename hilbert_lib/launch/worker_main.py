@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves {"result": value}, or {"error": {"type", "message", "errno"}, "time": seconds}."""
+    """The file of a rank: {"result": value}, or {"error": {"type", "message", "errno"}, "time": seconds}."""
     return folder / f"rank-{rank}.json"
 
 

@@ -24,10 +24,10 @@ from hilbert_lib.limits.watch import Peaks
 
 LIMIT_SECONDS = 300.0
 DUMP_SECONDS = 0.5  # in which a rank that has to end writes where it was
-# What gloo, NCCL and the store say of a wait that was too long.
+# Errors of gloo, NCCL and the store after a wait that was too long.
 TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 TIMEOUT = re.compile("timed out|(collective operation|wait|socket) timeout", re.IGNORECASE)
-# What gloo and the store say where another rank is gone.
+# Errors of gloo and the store where another rank is gone.
 CLOSED = re.compile("connection (closed|reset) by peer|broken pipe|connection was likely closed", re.IGNORECASE)
 TAIL_BYTES = 2**16  # of a rank's standard error, searched for its cause
 
@@ -254,7 +254,7 @@ def _ending(folder: Path, rank: int, report: dict, exits: dict[int, int]) -> tup
 
 
 def _last_beat(folder: Path, rank: int) -> float:
-    # By the clock of `time.monotonic`, which all processes share: the system's may be set meanwhile.
+    # A time of `time.monotonic`, which all processes share: somebody may set the system's clock meanwhile.
     path = beat_file(folder, rank)
     return path.stat().st_mtime if path.exists() else 0.0
 

@@ -42,7 +42,7 @@ class Memory:
         return min(rooms, key=lambda room: room[0])
 
     def in_use(self) -> str:
-        """How much is in use, in words."""
+        """The memory in use, in words."""
         return f"{_gb(self.total - self.available)} of {self.name} in use"
 
 
@@ -209,7 +209,7 @@ def _measure_cpu_peak(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    # Of the process, not of Python: it is C++ that prints.
+    # The stderr of the process, not of Python: C++ prints to it.
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

@@ -1,4 +1,4 @@
-"""What ranks compare before they send rows: if they disagree, all raise and none waits for ever."""
+"""The comparison that ranks make before they send rows: if they disagree, all raise and none waits for ever."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def check_group(group: object) -> ProcessGroup | DeviceMesh | None:
     """The argument, if it is a process group or 1-D mesh, which need not hold this rank, or None for all ranks."""
     if isinstance(group, DeviceMesh) and group.ndim != 1:
         raise ValueError(f"group must be a mesh of 1 dimension, got {group.ndim}: take one, as in mesh['name']")
-    # For a group of other ranks torch gives a number.
+    # torch represents a group of other ranks by a number.
     is_group = isinstance(group, ProcessGroup | DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER
     if group is not None and not is_group:
         raise TypeError(f"group must be a process group, a 1-D DeviceMesh or None, got {type(group).__name__}")
@@ -45,7 +45,7 @@ def check_group(group: object) -> ProcessGroup | DeviceMesh | None:
 
 
 def in_words(q: Tensor, k: Tensor, options: dict[str, object]) -> dict[str, str]:
-    """What a rank asks for, of which `Agreement` compares every word; of other tensors only whether they are there."""
+    """A rank's arguments in words, which `Agreement` compares. Of tensors beside q and k only that they exist."""
 
     def described(x: Tensor) -> str:
         batch, _, heads, head_dim = x.shape
@@ -99,7 +99,7 @@ def _digest(request: tuple[tuple[str, str], ...]) -> bytes:
 
 
 def _difference(requests: dict[int, tuple[str | None, dict[str, str]]]) -> str:
-    # Of each rank's refusal and request.
+    # The disagreement in words, from each rank's refusal and request.
     refusals = [f"rank {rank} {REFUSED} {text}" for rank, (text, _) in requests.items() if text]
     if refusals:
         return "; ".join(refusals)

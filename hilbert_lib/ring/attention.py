@@ -309,7 +309,7 @@ class _Door(NamedTuple):
 
 
 class _CheckedCall(NamedTuple):
-    """What one rank asks for, checked."""
+    """A call of one rank, checked."""
 
     function: str
     tensors: Tensors
@@ -351,7 +351,7 @@ def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, 
 
 
 def _words(call: _CheckedCall) -> dict[str, str]:
-    # What all ranks must agree on.
+    # The arguments that all ranks must agree on, in words.
     tensors, request = call.tensors, call.request
     options = {field.name: getattr(request, field.name) for field in fields(request)}
     pattern = options.pop("pattern").of_any_heads()
@@ -366,8 +366,8 @@ def _words(call: _CheckedCall) -> dict[str, str]:
 def _agree(
     door: _Door, check: Callable[[], _CheckedCall], group: ProcessGroup, validate: bool
 ) -> tuple[_CheckedCall, tuple[int, ...], Agreement | None]:
-    """What this rank asks for, and the lengths of all shards: as the ranks agree, or, with the agreement that is still
-    under way, as this rank expects them."""
+    """This rank's call, and the lengths of all shards: as the ranks agree, or, with the agreement that is still under
+    way, as this rank expects them."""
     agreed, rank = _agreed.get(group), group.rank()
     if not validate and (agreed is not None or not door.spread.lengths_vary):
         call = check()

@@ -27,7 +27,7 @@ from hilbert_lib.ring.spread import DEFAULTS, GridSpread, check_spec
 
 
 class _RingAttention(Layer):
-    """What modules over ranks share: the group, options of every kind, and calls with what the module was made with."""
+    """The base of modules over ranks: the group, options of every kind, and calls with the module's own arguments."""
 
     _options: ClassVar[tuple[str, ...]]  # the attributes that a call is made with
 

@@ -1,4 +1,4 @@
-"""How the tokens of a call are spread over ranks: along a sequence, and on a grid.
+"""The spread of a call's tokens over ranks: along a sequence, and on a grid.
 
 What else differs between these two kinds of pattern is here: their options, what a rank holds, and what it computes.
 """
@@ -90,7 +90,7 @@ class SequenceSpread:
 
     @property
     def words(self) -> dict[str, object]:
-        """What ranks must agree on."""
+        """The options that ranks must agree on."""
         return self.planning | {"kv_ordering": self.kv_ordering}
 
     def expected_lengths(
@@ -120,7 +120,7 @@ class SequenceSpread:
         self, tensors: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
         group: ProcessGroup,
     ) -> Job:  # fmt: skip
-        """What a rank computes of one pattern."""
+        """The work of a rank for one pattern."""
         options = _sizes(tensors) | self.planning | {"is_causal": request.is_causal}
         options |= {"padded": request.key_padding_mask is not None, "ordered": self.kv_ordering is not None}
         key = request.pattern, lengths, tuple(options.items()), place
@@ -180,24 +180,24 @@ class GridSpread:
 
     @property
     def words(self) -> dict[str, object]:
-        """What ranks must agree on."""
+        """The options that ranks must agree on."""
         return {"shards": self.shards}
 
     def expected_lengths(
         self, tensors: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
     ) -> tuple[int, ...]:
-        """How many cells each rank holds, which no rank needs to be told."""
+        """The number of cells of each rank, which every rank knows."""
         return _counts(self.shards, self.shape)
 
     def lengths_unvalidated(self, tensors: Tensors, agreed: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
-        """How many cells each rank holds."""
+        """The number of cells of each rank."""
         return _counts(self.shards, self.shape)
 
     def job(
         self, tensors: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
         group: ProcessGroup,
     ) -> HaloJob:  # fmt: skip
-        """What a rank computes of one pattern."""
+        """The work of a rank for one pattern."""
         key = request.neighbourhoods, self.shards, tuple(_sizes(tensors).items())
         layout = grid_layout(*key, group.rank(), tensors.q.device)
         parts = (layout.interior, None), *((border.part, border.slots) for border in layout.borders)
@@ -209,7 +209,7 @@ Spread = SequenceSpread | GridSpread
 
 
 def spread_of(pattern: object) -> type[Spread]:
-    """How the tokens of a pattern are spread; of what is no pattern either will refuse it."""
+    """The kind of spread of a pattern; either kind refuses what is no pattern."""
     is_by_head = isinstance(pattern, tuple | list)
     return GridSpread if is_by_head or getattr(pattern, "shape", None) is not None else SequenceSpread
 
@@ -238,7 +238,7 @@ def _serving(tensors: Tensors, request: Request, backend: str) -> str:
 
 
 def _sizes(tensors: Tensors) -> dict[str, object]:
-    # As plans take them.
+    # The sizes of a call by the names that plans take.
     batch, _, heads, head_dim = tensors.q.shape
     return {
         "batch": batch,

@@ -1,4 +1,4 @@
-"""What computes a call. Each file has its backends: refusal, functions, workspace and colour of each.
+"""The backends, which compute calls. Each file has its backends: refusal, functions, workspace and colour of each.
 
 kernel     a dense kernel under one signature, and the plainest one
 presence   whether other packages can be used here

@@ -1,4 +1,4 @@
-"""What a backend is, and what backends of dense kernels refuse in common."""
+"""The description of a backend, and the refusals that backends of dense kernels share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -105,12 +105,12 @@ class Within32Bits:
 
     def _run(self, run: Callable, *arguments: Tensor | Problem) -> tuple[Tensor, ...]:
         *tensors, problem = arguments
-        # Of a backward: dout, q, k and v.
+        # In a backward the first four are dout, q, k and v.
         return by_head(run, problem, *tensors) if _overflows(*tensors[:4]) else run(*arguments)
 
 
 def _overflows(*tensors: Tensor) -> bool:
-    # By their own strides, and by the strides of results, which are dense in the order (batch, rows, heads).
+    # Whether offsets pass 32 bits, by the tensors' own strides or by those of results, dense as (batch, rows, heads).
     for x in tensors:
         _, heads, rows, head_dim = x.shape
         if max((heads - 1) * x.stride(1), (rows - 1) * max(x.stride(2), heads * head_dim)) >= REACH:
@@ -128,7 +128,7 @@ def sums_overflow(q: Tensor) -> bool:
 
 
 def by_head(run: Callable, problem: Problem, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What a kernel's forward or backward (`run`) returns, of copies of one head after the other."""
+    """The results of a kernel's forward or backward (`run`), called on a copy of each head in turn."""
     heads = range(tensors[0].shape[1])
     results = [run(*(x[:, h : h + 1].contiguous() for x in tensors), problem) for h in heads]
     return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))

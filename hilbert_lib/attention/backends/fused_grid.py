@@ -24,7 +24,7 @@ def _plain_functions(device: torch.device) -> tuple[Forward, Backward]:
 def _workspace(
     arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
-    # As both `grid_launch.py` make it; interpreted kernels are taken for compiled ones.
+    # The scratch of both `grid_launch.py`. Interpreted kernels count as compiled ones.
     return {} if direction == "forward" else {"delta": arguments[-1].nbytes}
 
 

@@ -85,7 +85,7 @@ def _named(package: str) -> str:
 
 @cache
 def _xformers_build() -> dict | None:
-    """What xformers was compiled for; None where it has no compiled part."""
+    """The releases that xformers was compiled for; None where it has no compiled part."""
     build = _folders("xformers")[0] / "cpp_lib.json"
     return json.loads(build.read_text(encoding="utf-8"))["version"] if build.exists() else None
 
@@ -99,7 +99,7 @@ def _loads(library: str) -> bool:
 
 
 def _folders(module: str) -> list[Path]:
-    # Where a package lies; find_spec of a top-level name imports nothing.
+    # The folders of a package; find_spec of a top-level name imports nothing.
     spec = importlib.util.find_spec(module)
     return [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
 

@@ -19,7 +19,7 @@ WITHOUT_BUILD = {
 
 
 def _serving(kind: type[Pattern]) -> dict[str, Backend]:
-    # Of backends with one name the one that was made for the kind, not for one that it derives from.
+    # The backends of a kind by name; where several have one name, the one made for the nearest ancestor.
     by_name: dict[str, Backend] = {}
     for ancestor in kind.__mro__:
         for backend in _EVERY:
@@ -45,7 +45,7 @@ def _serving_unions() -> dict[str, Backend]:
 
 
 def _caveats(name: str) -> str:
-    # Of all backends of that name.
+    # The caveats of all backends of that name.
     return "; ".join(dict.fromkeys(backend.caveat for backend in _EVERY if backend.name == name and backend.caveat))
 
 

@@ -75,8 +75,8 @@ def _gradients(kernel: Kernel, step: "Step") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
-    # Where it does, all results are kept until one Triton kernel merges or sums them: memory for sum(1 / rate) more of
-    # out and lse, or of dq, and of dk and dv with as many heads as q. Elsewhere each goes into a float32 whole.
+    # Whether all results are kept until one Triton kernel merges or sums them. That takes memory for sum(1 / rate) more
+    # of out and lse, or of dq, and of dk and dv with as many heads as q. Else each goes into a float32 tensor.
     # Eager's results are float32, of any head_dim. A captured graph would replay a table whose host copy is gone.
     if kernel is Eager or not q.is_cuda or torch.cuda.is_current_stream_capturing():
         return False
@@ -167,7 +167,7 @@ def _views(
 
 @dataclass(frozen=True)
 class _Fold:
-    """How five dimensions become four: batch and segments fold, or the segments of one head stand where heads do."""
+    """The way from five dimensions to four: batch and segments fold, or one head's segments take the place of heads."""
 
     batch: slice
     head: int | None = None

@@ -1,4 +1,4 @@
-"""What each rank sends to whom, as data: pure functions of the pattern and the shards.
+"""The messages between ranks, as data: pure functions of the pattern and the shards.
 
 rows       rows that travel, as arithmetic progressions, and the messages that hold them
 segments   which segments straddle ranks, and what must cross for them

@@ -1,4 +1,4 @@
-"""How much attention falls to each shard, in closed form, and shard lengths that balance it."""
+"""The work of each shard, in closed form, and shard lengths that balance it."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class RankCost:
-    """What a plan costs one rank."""
+    """The cost of a plan for one rank."""
 
     # Bytes of rows that cross between ranks, without a call's header and the seed of dropout.
     sent_forward: int
@@ -99,7 +99,7 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """What `plan_ring` found; `print` shows it as a table. The first fields are what it was asked."""
+    """The plan that `plan_ring` made; `print` shows it as a table. Its first fields are the arguments."""
 
     pattern: DilatedPattern
     shard_lengths: tuple[int, ...]
@@ -116,7 +116,7 @@ class RingPlan:
 
     @cached_property
     def messages(self) -> dict[str, dict[tuple[int, int], Message]]:
-        """For each transport in use, by (source, destination): one message with the rows of all its branches.
+        """Messages by transport in use, then by (source, destination): each holds the rows of all its branches.
 
         In step t of the ring, rank a sends to (a + t) mod p and receives from (a - t) mod p, where there is a message.
         By "all_to_all" a rank also has a message to itself: its own rows of the heads that it computes.
@@ -130,7 +130,7 @@ class RingPlan:
 
     @cached_property
     def ranks(self) -> tuple[RankCost, ...]:
-        """What the plan costs each rank."""
+        """The cost of the plan for each rank."""
         ranks = range(len(self.shard_lengths))
         wire, memory = [], []
         for direction in ("forward", "backward"):
@@ -185,7 +185,7 @@ def traffic(plan: RingPlan, direction: str) -> tuple[list[int], list[int]]:
     return sent, received
 
 
-# What `ring.rank.passes` holds in the course of a forward or backward; a change of its order is a change here:
+# The memory of `ring.rank.passes` in the course of a forward or backward. A change of its order is a change here:
 #
 #     step of passes             held beside the call's tensors             counted by
 #     _fused_forward/_backward   sums of the kernels' passes                one_fused
@@ -249,7 +249,7 @@ class _Block:
 
 
 def _blocks(plan: RingPlan, rank: int, number: int, is_fused: bool) -> Iterator[_Block]:
-    # What a rank computes of a branch apart from its fused call, as `rank.layout` cuts it.
+    # The blocks of a branch that a rank computes beside its fused call, as `rank.layout` cuts them.
     branch, padding = plan.branches[number], plan.sizes.padding
     inside, w = branch.local[rank], branch.segment_length
     full_segments = len(inside) // w

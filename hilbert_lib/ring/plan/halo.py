@@ -1,4 +1,4 @@
-"""Which rows of k and v travel between ranks that share a grid, and what that costs: pure, without a process group."""
+"""The rows of k and v that travel between ranks that share a grid, and their cost: pure, without a process group."""
 
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ Shards = Rectangles | Runs
 
 @dataclass(frozen=True)
 class HaloCost:
-    """What a plan costs one rank."""
+    """The cost of a plan for one rank."""
 
     cells: int  # that it holds
     # Bytes of rows of k and v that cross between ranks, and of their gradients; without a call's header.
@@ -44,13 +44,13 @@ class Slab:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many queries and keys."""
+        """Numbers of queries and of keys."""
         return prod(map(len, self.queries)), prod(map(len, self.keys))
 
 
 @dataclass(frozen=True, eq=False)
 class HaloPlan:
-    """What `plan_halo` found; `print` shows it as a table. The first fields are what it was asked."""
+    """The plan that `plan_halo` made; `print` shows it as a table. Its first fields are the arguments."""
 
     neighbourhoods: tuple[Neighbourhood, ...]  # by KV head; they differ in window alone
     shards: Shards
@@ -83,14 +83,14 @@ class HaloPlan:
 
     @cached_property
     def rows(self) -> dict[tuple[int, int], int]:
-        """How many (cell, KV head) rows travel, by (source, destination); none where there is no entry."""
+        """The number of (cell, KV head) rows that travel, by (source, destination); without an entry none do."""
         ranks = range(self.shards.ranks)
         counts = [source.bincount(minlength=len(ranks)).tolist() for *_, source in self.arriving]
         return {(source, rank): counts[rank][source] for source, rank in product(ranks, ranks) if counts[rank][source]}
 
     @cached_property
     def ranks(self) -> tuple[HaloCost, ...]:
-        """What the plan costs each rank."""
+        """The cost of the plan for each rank."""
         return tuple(map(self._cost, range(self.shards.ranks)))
 
     def interior(self, rank: int) -> Box | None:
@@ -175,14 +175,14 @@ class HaloPlan:
 
     @property
     def how(self) -> str:
-        """How it is computed, in words."""
+        """The way of computing it, in words."""
         if isinstance(self.shards, Rectangles):
             return "rectangles of queries within rectangles of keys"
         return "a table of cells, when all rows have come"
 
     @property
     def title(self) -> str:
-        """What is computed, in words."""
+        """The call, in words."""
         sizes, grid = self.sizes, " x ".join(map(str, self.shape))
         along = [str(n) for n, axis in enumerate(self.neighbourhoods[0].axes) if axis.is_causal]
         causal = f"causal along {' and '.join(along)}, " if along else ""

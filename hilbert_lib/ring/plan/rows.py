@@ -32,7 +32,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to another; or to itself, which is what an all-to-all leaves where it is."""
+    """The rows that one rank sends to another; or to itself: those that an all-to-all leaves where they are."""
 
     pieces: tuple[Rows, ...] = ()  # sent one after the other
 

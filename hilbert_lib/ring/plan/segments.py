@@ -1,4 +1,4 @@
-"""Which segments straddle ranks, which rows of them each rank holds, and what must cross for them."""
+"""The segments that straddle ranks, the rows of them that each rank holds, and those that must cross."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class SharedSegment:
     computed: dict[int, range]  # by rank: the KV heads that it computes by "all_to_all"; otherwise it computes all
 
     def crossing(self, source: int, destination: int, transport: str, is_causal: bool) -> dict[int, Rows]:
-        """By offset group, the rows of one rank that another one computes with.
+        """The rows of one rank that another one computes with, by offset group.
 
         "all_to_all" brings all rows of the heads that a rank computes, its own too. Gathering brings rows to the ranks
         whose queries need them: where causal only to later ranks.
@@ -40,7 +40,7 @@ class SharedSegment:
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """How one branch is computed."""
+    """The way to compute one branch."""
 
     segment_length: int
     dilation_rate: int
@@ -86,7 +86,7 @@ def _split(heads: tuple[int, ...], ranks: tuple[int, ...]) -> dict[int, range]:
 
 
 def messages_for(branches: Iterable[BranchPlan], transport: str, is_causal: bool) -> dict[tuple[int, int], Message]:
-    """What crosses between two ranks, for all branches of one transport, by (source, destination)."""
+    """The messages for all branches of one transport, by (source, destination)."""
     crossing_rows: dict[tuple[int, int], tuple[Rows, ...]] = {}
     for segment in (segment for branch in branches for segment in branch.shared):
         for between in product(segment.ranks, repeat=2):

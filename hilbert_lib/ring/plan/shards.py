@@ -1,4 +1,4 @@
-"""How the cells of a grid are spread over ranks, and which cells the windows of a rank's queries reach."""
+"""The cells of a grid spread over ranks, and the cells that the windows of a rank's queries reach."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,7 +60,7 @@ class Rectangles:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return prod(self.parts)
 
     def check(self, shape: tuple[int, ...]) -> None:
@@ -79,7 +79,7 @@ class Rectangles:
         return tuple(range(*self._ends(shape, n)[part : part + 2]) for n, part in enumerate(place))
 
     def count(self, shape: tuple[int, ...], rank: int) -> int:
-        """How many cells a rank holds."""
+        """The number of cells of a rank."""
         return prod(map(len, self.box(shape, rank)))
 
     def cells(self, shape: tuple[int, ...], rank: int) -> Tensor:
@@ -97,7 +97,7 @@ class Rectangles:
         return rank
 
     def slot(self, shape: tuple[int, ...], cells: Tensor, rank: int) -> Tensor:
-        """Where a rank stores each of some cells of its own."""
+        """The slot in which a rank stores each of some of its own cells."""
         box = self.box(shape, rank)
         _check_cells(shape, cells)
         inside = [line - span.start for line, span in zip(torch.unravel_index(cells, shape), box, strict=True)]
@@ -156,7 +156,7 @@ class Runs:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.lengths)
 
     def check(self, shape: tuple[int, ...]) -> None:
@@ -165,7 +165,7 @@ class Runs:
             raise ValueError(f"ordering must have the {prod(shape)} cells of the grid {shape}, got {self.ordering!r}")
 
     def count(self, shape: tuple[int, ...], rank: int) -> int:
-        """How many cells a rank holds."""
+        """The number of cells of a rank."""
         return self.lengths[self._rank(shape, rank)]
 
     def cells(self, shape: tuple[int, ...], rank: int) -> Tensor:
@@ -181,7 +181,7 @@ class Runs:
         return torch.bucketize(self.ordering.to("cpu").inverse[cells], inner, right=True)
 
     def slot(self, shape: tuple[int, ...], cells: Tensor, rank: int) -> Tensor:
-        """Where a rank stores each of some cells of its own."""
+        """The slot in which a rank stores each of some of its own cells."""
         rank = self._rank(shape, rank)
         _check_cells(shape, cells)
         return self.ordering.to("cpu").inverse[cells] - self._ends[rank]
@@ -211,7 +211,7 @@ def _check_cells(shape: tuple[int, ...], cells: Tensor) -> None:
 
 
 def line_reached(axis: Axis, queries: range) -> Tensor:
-    """Which cells of an axis the windows of some neighbouring queries reach: (cells,) bool."""
+    """The cells of an axis that the windows of a run of queries reach: (cells,) bool."""
     return _reached(axis, queries, torch.ones(len(queries), dtype=torch.bool, device="cpu"))
 
 

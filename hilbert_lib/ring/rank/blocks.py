@@ -22,7 +22,7 @@ from hilbert_lib.ring.rank.local import Merged
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What a rank computes, but for q, k and v."""
+    """The work of a rank, without q, k and v."""
 
     layout: Layout
     call: Request  # of the whole sequence, but with the shard's padding mask
@@ -109,7 +109,7 @@ def _prepared(
 
 
 def _seed(block: Block, seed: Tensor | None, rows: int, heads: int) -> Tensor | None:
-    # For a call of so many rows (a segment of a sequence each) and query heads.
+    # The seed of a call of so many rows (a segment of a sequence each) and query heads.
     return None if seed is None else named(seed, _names(block, rows, heads, seed.device))
 
 

@@ -15,7 +15,7 @@ from hilbert_lib.ring.rank.halo import HaloJob
 
 
 class Passes(Protocol):
-    """What computes a job: `passes` along a sequence, `halo` on a grid."""
+    """The module that computes a job: `passes` along a sequence, `halo` on a grid."""
 
     @staticmethod
     def forward(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]: ...
@@ -34,7 +34,7 @@ def by_pattern(tensors: Tensors, request: Request) -> Iterator[tuple[Tensors, Re
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """What a rank computes, but for its tensors."""
+    """The work of a rank, without its tensors."""
 
     function: str  # which users call, as errors name it
     request: Request  # of the whole, but with the shard's padding mask

@@ -130,7 +130,7 @@ class Ring:
             step = following
 
     def answer(self, rows: Tensor, arrived: Arriving) -> Arriving:
-        """As `AllGather.answer`; the second answer after this one overwrites its rows."""
+        """Sends an answer like `AllGather.answer`. The second answer after this one overwrites its rows."""
         self._answers = self._answers[::-1] or _receivers(rows, self._mail.sent)
         into = self._answers[0][: self._mail.sent[arrived.destination]]
         return self._start(rows, arrived.source, into, arrived.destination)

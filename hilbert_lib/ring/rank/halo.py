@@ -17,7 +17,7 @@ from hilbert_lib.ring.rank.halo_layout import Border, HaloLayout
 
 @dataclass(frozen=True, eq=False)
 class HaloJob:
-    """What a rank computes, but for its tensors."""
+    """The work of a rank, without its tensors."""
 
     layout: HaloLayout
     request: Request  # with the shard's padding mask

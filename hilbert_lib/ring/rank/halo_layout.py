@@ -31,7 +31,7 @@ class Border:
 
 @dataclass(frozen=True, eq=False)
 class HaloLayout:
-    """What one rank computes and exchanges, as index tensors."""
+    """The parts that one rank computes and the rows that it exchanges, as index tensors."""
 
     interior: GridPart | None
     borders: tuple[Border, ...]
@@ -40,13 +40,13 @@ class HaloLayout:
     sent: tuple[int, ...]  # how many to each rank
     received: tuple[int, ...]  # how many from each rank
     travels: bool  # whether any rank sends anything
-    # As a kernel looks it up.
+    # The same as a kernel looks it up.
     packed: Tensor  # of each row sent the row of KV heads in the shard
     returned: Tensor  # (rows of heads touched, columns): which of those sent each one is, rank after rank, or -1
 
     @cached_property
     def answers(self) -> tuple[tuple[slice, Tensor], ...]:
-        """For each rank that rows are sent to: which these are of those sent, and their rows of heads touched."""
+        """For each rank that rows are sent to: their span in the rows sent, and their rows of heads touched."""
         ends = tuple(accumulate(self.sent))
         spans = [slice(end - count, end) for end, count in zip(ends, self.sent, strict=True) if count]
         return tuple((span, self.rows[2, span]) for span in spans)
@@ -106,13 +106,13 @@ def _cells(box: Box, shape: tuple[int, ...]) -> Tensor:
 
 
 def _own_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor]:
-    # Of the own cells in a frame: rows in the frame, and in the shard.
+    # The own cells in a frame: their rows in the frame, and in the shard.
     places = (plan.shards.owner(plan.shape, frame) == rank).nonzero()[:, 0]
     return places, plan.shards.slot(plan.shape, frame[places], rank)
 
 
 def _their_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor]:
-    # Of the rows received that lie in a frame: rows of KV heads in the frame, and which they are.
+    # The received rows that lie in a frame: their rows of KV heads in the frame, and their numbers.
     cells, heads, _ = plan.arriving[rank]
     ordered, place = frame.sort()
     nearest = torch.searchsorted(ordered, cells).clamp(max=len(frame) - 1)
@@ -135,7 +135,7 @@ def _found_in_frame(plan: HaloPlan, filled: Tensor, own_places: Tensor, their_ro
 
 
 def _columns(places: Tensor, count: int) -> Tensor:
-    # For each of so many places the numbers at which it occurs, in their order, and -1 where there are no more.
+    # For each place the indices at which it occurs, ascending, then -1 (count, columns).
     ordered, numbers = places.sort(stable=True)
     column = torch.arange(len(places), device="cpu") - torch.searchsorted(ordered, ordered)
     table = torch.full((count, int(column.max()) + 1 if len(places) else 0), -1, device="cpu")

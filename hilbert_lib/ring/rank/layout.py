@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Mail:
-    """What one rank exchanges with all by one transport: by source and destination round the ring, else under None."""
+    """The exchange of one rank by one transport: by source and destination round the ring, else under None."""
 
     rows: Tensor  # places of the own rows that it sends, destination after destination
     sent: tuple[int, ...]  # how many rows to each rank
@@ -51,7 +51,7 @@ class Mail:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What one rank does: one fused call on the shard as it lies, and dense blocks.
+    """The work of one rank: one fused call on the shard as it lies, and dense blocks.
 
     Of received rows are the keys of blocks in `mail` and, by "all_to_all", their queries; all else is in `touched`.
     """
@@ -103,7 +103,7 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, names: Sequence[i
 
 
 def parts_of(layout: Layout, rows: int, batch: int, heads: int) -> Iterator[tuple[tuple, tuple, dict]]:
-    """What a rank of so many rows computes: the shapes of q and of k without head_dim, and what the call is told."""
+    """The calls of a rank of so many rows: the shapes of q and of k without head_dim, and the options."""
     group = heads // layout.kv_heads
     if layout.fused is not None and rows:
         yield (batch, rows, heads), (batch, rows, layout.kv_heads), {"pattern": layout.fused}
@@ -148,7 +148,7 @@ class _RankPlan:
         return by_length
 
     def mail(self, transport: str, find_own: Find) -> Mail:
-        """What the rank exchanges by one transport."""
+        """The exchange of the rank by one transport."""
         messages, ranks = self.plan.messages[transport], range(len(self.plan.starts))
         outgoing = [messages.get((self.rank, peer), Message()) for peer in ranks]
         incoming = [messages.get((peer, self.rank), Message()) for peer in ranks]
@@ -192,7 +192,7 @@ class _RankPlan:
     ) -> Iterator[Block]:
         """Attention of a branch, from the numbers of its queries and keys, (segments, rows, heads), by offset: as one
         block those of equal sizes, unless a padding mask differs between them."""
-        # Where queries and keys are in two tables, and it is causal, all keys are before.
+        # Keys in another table than the queries all lie before them where it is causal: no mask is needed.
         is_causal = self.plan.is_causal and find_queries is find_keys
         alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         for group, (queries, keys) in enumerate(pairs):
@@ -220,7 +220,7 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 
 
 def _finder(table: Tensor) -> Find:
-    # Of numbers that the table holds, by their place in it.
+    # A function from numbers that the table holds to their places in it.
     ordered, places = table.sort(stable=True)
     return lambda numbers: places[torch.searchsorted(ordered, numbers)]
 

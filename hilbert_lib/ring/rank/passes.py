@@ -164,8 +164,8 @@ def _joined(rows: Tensor, sums: Tensor) -> Tensor:
 
 
 def _apart(joined: Tensor, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    # What `_joined` put together; the sums begin where their dtype may not. Copied even if nothing has come: of no rows
-    # a slice counts as contiguous, wherever it begins.
+    # The inverse of `_joined`. The sums are copied: they begin at an address that their dtype does not allow. `clone`
+    # copies even a slice without rows, which counts as contiguous wherever it begins.
     return joined[..., :d], joined[..., d:].clone(memory_format=torch.contiguous_format).view(dtype)
 
 
