@@ -97,12 +97,12 @@ def list_notebooks(folder: Path | None, as_json: bool) -> None:
     with usage_errors():
         notebooks = find_notebooks(folder)
     if as_json:
-        print_json([each.facts() for each in notebooks])
+        print_json([notebook.facts() for notebook in notebooks])
         return
     for notebook in notebooks:
         click.secho(f"{notebook.name}  {notebook.title}", bold=True)
-        for each in notebook.settable.values():
-            click.echo(f"    {f'{each.name}: {each.annotation} = {each.default!r}':<48}  {each.meaning}".rstrip())
+        for setting in notebook.settable.values():
+            click.echo(f"    {f'{setting.name}: {setting.annotation} = {setting.default!r}':<48}  {setting.meaning}".rstrip())
 
 
 @main.command()
