@@ -102,7 +102,8 @@ def list_notebooks(folder: Path | None, as_json: bool) -> None:
     for notebook in notebooks:
         click.secho(f"{notebook.name}  {notebook.title}", bold=True)
         for setting in notebook.settable.values():
-            click.echo(f"    {f'{setting.name}: {setting.annotation} = {setting.default!r}':<48}  {setting.meaning}".rstrip())
+            declaration = f"{setting.name}: {setting.annotation} = {setting.default!r}"
+            click.echo(f"    {declaration:<48}  {setting.meaning}".rstrip())
 
 
 @main.command()
