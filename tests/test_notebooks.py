@@ -1,6 +1,7 @@
 """The form that every notebook here has, so that people, papermill and nbval can rely on it."""
 
 import ast
+import importlib
 import json
 import re
 import shutil
@@ -130,6 +131,89 @@ def test_tolerances_of_02_are_those_of_rounding():
         with pytest.raises(AssertionError, match=f"{dtype}: off by"):
             exec(cell, {"worst": worst, "refused": {}})
         exec(cell, {"worst": worst.assign(error=worst.error / 2.5), "refused": {}})
+
+
+ROOMS = (
+    "hilbert_lib",
+    *(f"hilbert_lib.{name}" for name in ("attention", "curves", "launch", "limits", "patterns", "ring")),
+)
+ROOMS += "hilbert_lib.ring.plan", "hilbert_lib.lab"
+ROOMS += tuple(f"hilbert_lib.lab.{name}" for name in ("cache", "figures", "guarded", "ledger", "sweeps"))
+
+
+def listed(room):
+    """The names that a room lists: in its table, or in `__all__`."""
+    module = importlib.import_module(room)
+    table = getattr(module, "PUBLIC", {"": getattr(module, "__all__", ())})
+    return {name for names in table.values() for name in names}
+
+
+def taken_behind(code):
+    """What a notebook's code takes of the library that no room lists, and private attributes of anything."""
+    behind, rooms = [], {}
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [alias for alias in node.names if alias.name.partition(".")[0] == "hilbert_lib"]
+            # `import hilbert_lib.lab` binds hilbert_lib, and through it every module behind: a room takes `as`.
+            rooms |= {alias.asname or alias.name: alias.name for alias in imported}
+            behind += [
+                each.name for each in imported if each.name not in ROOMS or ("." in each.name and not each.asname)
+            ]
+        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "hilbert_lib":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in ROOMS:
+                    rooms[alias.asname or alias.name] = name
+                elif node.module not in ROOMS or alias.name not in listed(node.module):
+                    behind.append(name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            room = rooms.get(node.value.id) if isinstance(node.value, ast.Name) else None
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if is_private or (room and node.attr not in listed(room)):
+                behind.append(f"{room or ast.unparse(node.value)}.{node.attr}")
+    return behind
+
+
+def test_it_takes_public_names_alone(cells):
+    assert taken_behind("\n".join(cell.source for cell in code_of(cells))) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "behind"),
+    [
+        ("from hilbert_lib import attend\nfrom hilbert_lib.lab import Workload, run_sides", []),
+        ("import hilbert_lib\nhilbert_lib.attend", []),
+        ("from hilbert_lib.lab import figures\nfigures.show", []),
+        ("import hilbert_lib.lab as lab\nlab.run_sides", []),
+        ("from hilbert_lib.attention.api import attend", ["hilbert_lib.attention.api.attend"]),
+        ("from hilbert_lib.attention.backends import flex", ["hilbert_lib.attention.backends.flex"]),
+        ("from hilbert_lib.lab.records import newest_run", ["hilbert_lib.lab.records.newest_run"]),
+        ("from hilbert_lib.lab import records as kept\nkept.newest_run", ["hilbert_lib.lab.records"]),
+        ("from hilbert_lib.lab import environment", ["hilbert_lib.lab.environment"]),
+        ("from hilbert_lib import _version", ["hilbert_lib._version"]),
+        ("def f():\n    from hilbert_lib.lab import no_name", ["hilbert_lib.lab.no_name"]),
+        ("import hilbert_lib\nhilbert_lib.attention", ["hilbert_lib.attention"]),
+        ("import hilbert_lib.lab.records", ["hilbert_lib.lab.records"]),
+        ("import hilbert_lib.lab", ["hilbert_lib.lab"]),
+        ("from hilbert_lib.lab import figures\nfigures.record", ["hilbert_lib.lab.figures.record"]),
+        ("from hilbert_lib import Ordering\nOrdering._slots", ["Ordering._slots"]),
+        ("from hilbert_lib.lab import *", ["hilbert_lib.lab.*"]),
+    ],
+)
+def test_what_lies_behind_the_public_names_is_found(code, behind):
+    assert taken_behind(code) == behind
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_gives_the_names_that_it_lists_and_none_is_that_of_a_file(room):
+    """Else an import of the file, wherever it is, would change what the name is."""
+    module = importlib.import_module(room)
+    assert listed(room)
+    for name in listed(room):
+        assert hasattr(module, name), name
+        assert not list(Path(module.__file__).parent.glob(f"{name}.py")), name
 
 
 def test_its_links_lead_to_notebooks_that_exist(path, cells):

@@ -29,4 +29,34 @@ figures       every plot
 ledger        what the documents claim, and what was found
 parameters    parameters of a notebook, checked
 suite         runs of notebooks, and their reports
+
+Notebooks take the names that rooms list, in this table and in those of other folders, and nothing behind.
 """
+
+from hilbert_lib.lazy import lazily
+
+PUBLIC = {
+    "hilbert_lib.attention.backends.registry": ("BACKENDS",),
+    "hilbert_lib.checks": ("integer", "integers", "one_of", "positive"),
+    "hilbert_lib.lab.baselines": ("BASELINES",),
+    "hilbert_lib.lab.environment": ("describe_environment", "say_hardware"),
+    "hilbert_lib.lab.pairs": ("Side", "relative_difference", "run_back_to_back", "run_sides"),
+    "hilbert_lib.lab.parameters": ("each", "pattern_of"),
+    "hilbert_lib.lab.records": (
+        "RESULTS",
+        "append_records",
+        "committed_records",
+        "newest_run",
+        "read_records",
+        "records_to_draw",
+    ),
+    "hilbert_lib.lab.samples": ("sample_image", "text_qkv"),
+    "hilbert_lib.lab.seeds": ("seed_hilbert_d2xy", "seed_key_sets"),
+    "hilbert_lib.lab.selection": ("SELECTION", "choice_pairs", "choice_table"),
+    "hilbert_lib.lab.tables": ("both_ways", "fused_name", "ratio_table", "side_table", "sides_of"),
+    "hilbert_lib.lab.timers": ("timer_of",),
+    "hilbert_lib.lab.timing": ("Case", "compare_paired", "measure"),
+    "hilbert_lib.lab.workload": ("Workload", "fused_backend", "grid"),
+    "hilbert_lib.machine": ("kernel_mode", "prepare_kernels"),
+}
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -56,9 +56,9 @@ def _gib(size: int) -> float:
     return round(size / 2**30, 1)
 
 
-def say_hardware(facts: dict) -> str:
-    """On what something ran, several GPUs of one kind as their number: "2 × NVIDIA H200"."""
-    kinds = Counter(facts["hardware"].split(" + "))
+def say_hardware(facts: dict | None = None) -> str:
+    """On what something ran, by default this machine; several GPUs of one kind as their number: "2 × NVIDIA H200"."""
+    kinds = Counter((facts or environment())["hardware"].split(" + "))
     return " + ".join(f"{count} × {name}" if count > 1 else name for name, count in kinds.items())
 
 

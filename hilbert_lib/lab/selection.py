@@ -25,7 +25,7 @@ from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
-SWEEP = "selection"
+SELECTION = "selection"
 # Options of a call with which no measurement is made.
 SPECIAL = ("key_padding_mask", "query_start", "ordering", "extra_k", "cu_seqlens")
 
@@ -43,7 +43,7 @@ def chosen(work: Workload, *, gradient: bool) -> str:
     return explain_backend(q, k, k, work.pattern, is_causal=work.is_causal).chosen
 
 
-def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
+def choice_pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
     """Each candidate, or backend of `names` that serves, beside what "auto" takes: forward; both directions.
 
     works: of `workload.grid`. attend: the output of (backend, q, k, v, work).
@@ -55,7 +55,7 @@ def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()
 
 def _beside_choice(label: str, work: Workload, attend: Callable, names: Sequence[str], gradient: bool) -> Pairs:
     base = chosen(work, gradient=gradient)
-    about = {"direction": BOTH if gradient else "forward", "sweep": SWEEP, "pattern": label}
+    about = {"direction": BOTH if gradient else "forward", "sweep": SELECTION, "pattern": label}
     for name in names:
         if name != base and not work.refusal(name, gradient=gradient):
             yield tuple(work.side(each, partial(attend, each), **about) for each in (name, base))
@@ -67,8 +67,8 @@ def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFram
     Calls follow each other, and so take the device's time or the host's to queue them, whichever is longer; with
     on_device, as in a CUDA graph, and in records without the host's, the device's alone.
     """
-    ratios = ratio_table(records, SWEEP)
-    ratios["ratio"] = [_ratio(record, on_device=on_device) for record in of_sweep(records, SWEEP)]
+    ratios = ratio_table(records, SELECTION)
+    ratios["ratio"] = [_ratio(record, on_device=on_device) for record in of_sweep(records, SELECTION)]
     work = ["pattern", "branches", "length", "heads", "head_dim", "is_causal", "dtype", "direction"]
     rows = []
     for key, group in ratios.groupby(work, sort=False):

@@ -13,7 +13,7 @@ __getattr__, __dir__ = lazily(
     {
         "hilbert_lib.limits.config": ("SafetyConfig",),
         "hilbert_lib.limits.estimate": ("estimate_memory",),
-        "hilbert_lib.limits.memory": ("MemorySafetyChecker",),
+        "hilbert_lib.limits.memory": ("GB", "MemorySafetyChecker", "gpu_memory", "host_memory"),
         "hilbert_lib.limits.watch": ("Watcher",),
     },
 )

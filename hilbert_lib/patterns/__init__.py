@@ -7,3 +7,15 @@ neighbourhood  windows on a grid of 1 to 3 axes
 blocks         neighbourhoods as kernels read them: rectangles, and blocks of a mask
 union          several patterns in one softmax
 """
+
+from hilbert_lib.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "hilbert_lib.patterns.blocks": ("mask_blocks",),
+        "hilbert_lib.patterns.dilated": ("MIXING_RULES", "DilatedPattern"),
+        "hilbert_lib.patterns.neighbourhood": ("EDGES", "Neighbourhood"),
+        "hilbert_lib.patterns.union": ("Union",),
+    },
+)

@@ -35,7 +35,7 @@ from hilbert_lib.attention.rules import FULL_RULE, HALF_RULES
 from hilbert_lib.internals import WITHOUT_INTERNALS
 from hilbert_lib.lab.records import RESULTS, committed_records, committed_runs, read_records
 from hilbert_lib.lab.selection import choice_table, shape_class
-from hilbert_lib.lab.sweeps.grids import SWEEP
+from hilbert_lib.lab.sweeps.grids import GRID_SWEEP
 from hilbert_lib.lab.tables import of_sweep, ratio_table, side_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import ARCHITECTURES
@@ -122,7 +122,7 @@ def test_the_rules_for_hopper_lose_little_in_the_committed_choices(absent):
 def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rule, order):
     names = {"boxes": "hopper", "rectangles": "triton", "blocks": "flex"}
     for run in committed_runs("08b_kernels_on_grids"):
-        sides = side_table(read_records(run / RESULTS), SWEEP)
+        sides = side_table(read_records(run / RESULTS), GRID_SWEEP)
         sides = sides[(sides.order == order) & sides.kernel.isin(names) & ~sides.name.str.endswith("reordered")]
         works = list(sides.groupby(["direction", "side", "window", "head_dim"]))
         assert len(works) == 18

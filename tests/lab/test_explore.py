@@ -16,14 +16,14 @@ from oracle import mask_of
 from hilbert_lib import Neighbourhood, plan_halo
 from hilbert_lib.curves.coordinates import curve_coordinates
 from hilbert_lib.lab.cache.sweeps import compared_orderings, count_units
-from hilbert_lib.lab.figures import explore as exploring
+from hilbert_lib.lab.figures import widgets as exploring
 from hilbert_lib.lab.figures.curves import draw_paths, path_table
-from hilbert_lib.lab.figures.explore import DRAWING, explore
 from hilbert_lib.lab.figures.grids import draw_reads
 from hilbert_lib.lab.figures.locality import draw_reading
 from hilbert_lib.lab.figures.patterns import draw_query
 from hilbert_lib.lab.figures.record import STYLE, in_256_colours
 from hilbert_lib.lab.figures.ring import draw_halos, draw_plan
+from hilbert_lib.lab.figures.widgets import DRAWING, explore
 from hilbert_lib.lab.sweeps.halos import RECTANGLES, SHARDINGS, sharding
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 from hilbert_lib.patterns.dilated import DilatedPattern

@@ -47,12 +47,12 @@ def attend(backend, q, k, v, work):
 @pytest.fixture
 def records(tmp_path):
     works = grid({"a": PATTERN}, lengths=[64], heads=2, head_dims=[8], dtype="float32", device=CPU)
-    sides = selection.pairs(works, attend, ["eager", "cudnn", "reference", "sdpa"])
+    sides = selection.choice_pairs(works, attend, ["eager", "cudnn", "reference", "sdpa"])
     return run_sides(sides, device=CPU, output_dir=str(tmp_path), repetitions=5, seconds=0.01, on_cpu=True)
 
 
 def test_every_backend_that_serves_is_timed_beside_the_choice(records, tmp_path):
-    ratios = ratio_table(records, selection.SWEEP)
+    ratios = ratio_table(records, selection.SELECTION)
     assert set(ratios.b) == {"sdpa"}
     assert list(ratios.a) == ["eager", "reference"] * 4
     asked = product((False, True), ("forward", "forward and backward"))
@@ -95,7 +95,7 @@ def test_a_sweep_keeps_the_tensors_of_one_work():
             yield "a", work
 
     how = {"device": CPU, "repetitions": 5, "seconds": 0.01, "on_cpu": True}
-    assert len(run_sides(selection.pairs(works(), attend, ["eager"]), **how)) == 6
+    assert len(run_sides(selection.choice_pairs(works(), attend, ["eager"]), **how)) == 6
     assert max(alive) == 1  # the loop's own, until it has the next
 
 

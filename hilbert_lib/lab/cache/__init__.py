@@ -7,3 +7,24 @@ predicted      what the hardware should count in one launch
 grid           how compact blocks of slots are on a grid
 neighbourhood  blocks touched, and rows exchanged, by a window on a grid
 """
+
+from hilbert_lib.lazy import lazily
+
+PUBLIC = {
+    "hilbert_lib.lab.cache.cache": ("FETCH_BYTES", "KEY_ORDERS", "LINE_BYTES"),
+    "hilbert_lib.lab.cache.grid": ("block_compactness", "grid_orderings"),
+    "hilbert_lib.lab.cache.l2": ("GPUS", "hit_rates"),
+    "hilbert_lib.lab.cache.neighbourhood": (
+        "COMPACT",
+        "CURVES",
+        "block_reach",
+        "block_shares",
+        "count_blocks",
+        "count_exchange",
+        "count_used",
+        "neighbourhood_orderings",
+    ),
+    "hilbert_lib.lab.cache.predicted": ("model_errors",),
+    "hilbert_lib.lab.cache.sweeps": ("compared_orderings", "count_units", "saving_against_linear"),
+}
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -2,7 +2,7 @@
 
 record    figures saved with their data, and drawn again from it
 plots     lines, bars, points and heat maps of one table
-explore   widgets above a figure
+widgets   controls above a figure
 curves    paths through grids
 patterns  who sees whom
 locality  what a branch reads of what is stored
@@ -11,6 +11,17 @@ ring      what ranks send
 verdict   what is claimed beside what was measured
 """
 
-from hilbert_lib.lab.figures.record import redraw, show
+from hilbert_lib.lazy import lazily
 
-__all__ = ["redraw", "show"]
+PUBLIC = {
+    "hilbert_lib.lab.figures.curves": ("draw_paths", "draw_volumes", "path_table"),
+    "hilbert_lib.lab.figures.grids": ("draw_block_maps", "draw_idea", "draw_reads"),
+    "hilbert_lib.lab.figures.locality": ("draw_reading", "draw_storage_map"),
+    "hilbert_lib.lab.figures.patterns": ("cell_table", "draw_cells", "draw_query"),
+    "hilbert_lib.lab.figures.plots": ("bars", "heat", "lines", "points", "short"),
+    "hilbert_lib.lab.figures.record": ("redraw", "show"),
+    "hilbert_lib.lab.figures.ring": ("draw_halos", "draw_plan"),
+    "hilbert_lib.lab.figures.verdict": ("draw_claimed_and_measured",),
+    "hilbert_lib.lab.figures.widgets": ("explore",),
+}
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

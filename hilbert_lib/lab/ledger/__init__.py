@@ -11,3 +11,14 @@ documents   the pairs that some claims time by themselves
 rerun       measuring a claim again
 numbers     the numbers that README and notebooks tell, by name, in sentences written by hand
 """
+
+from hilbert_lib.lazy import lazily
+
+PUBLIC = {
+    "hilbert_lib.lab.ledger.answer": ("answers", "ledger_table", "ratio_cases"),
+    "hilbert_lib.lab.ledger.documents": ("claim_table",),
+    "hilbert_lib.lab.ledger.kernels": ("CASE", "boxes_over_blocks", "grid_gains", "over_sequence"),
+    "hilbert_lib.lab.ledger.rerun": ("claim_pairs",),
+    "hilbert_lib.lab.ledger.ring": ("overlap_and_scaling",),
+}
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -13,3 +13,28 @@ ring_tables  07: what is planned
 ring_trace   07: the exchange in one call
 grids        08: kernels on a grid, with the tokens in every order
 """
+
+from hilbert_lib.lazy import lazily
+
+PUBLIC = {
+    "hilbert_lib.lab.sweeps.causes": (
+        "PRINTED",
+        "at_once",
+        "by_loop",
+        "cause_table",
+        "committed_causes",
+        "finding",
+        "rebuild_printed",
+    ),
+    "hilbert_lib.lab.sweeps.counters": ("COUNTED_KERNELS", "count", "counter_table"),
+    "hilbert_lib.lab.sweeps.grids": ("GRID_SWEEP", "attend_by_flex", "compare_kernels", "orders_of", "sustained_sides"),
+    "hilbert_lib.lab.sweeps.halos": ("GRID_RESULTS", "RECTANGLES", "RUNS", "SHARDINGS", "STRIPS", "halo_table"),
+    "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "single_branches"),
+    "hilbert_lib.lab.sweeps.memory": ("graph_gains", "pair_table", "pool_comparison", "pool_table", "table_pairs"),
+    "hilbert_lib.lab.sweeps.over_ranks": ("OverRanks",),
+    "hilbert_lib.lab.sweeps.ring": ("run_works",),
+    "hilbert_lib.lab.sweeps.ring_tables": ("PLANNED", "scaling_table", "spanning_pattern", "split_table"),
+    "hilbert_lib.lab.sweeps.sequences": ("DENSE_RING", "GATHERED", "ORDERS", "SIDES"),
+    "hilbert_lib.lab.sweeps.spread": ("ALONE",),
+}
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -35,7 +35,11 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 
 SWEEP = "counters"
 # The launch of a call that is counted. A gather has torch's name for it, which differs between versions.
-KERNELS = {"forward": "regex:^forward_kernel", "decoding": "regex:^decode_kernel", "gather": "regex:gather|[iI]ndex"}
+COUNTED_KERNELS = {
+    "forward": "regex:^forward_kernel",
+    "decoding": "regex:^decode_kernel",
+    "gather": "regex:gather|[iI]ndex",
+}
 # Sectors that each program reads to know its work. Forward: branches, offsets, a tile and its class, one each.
 # Decoding: three int32 a KV head.
 FORWARD_TABLES, PAIR_BYTES = 4, 12
@@ -201,7 +205,7 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
 
     asked, kept = list(calls(kernel, **options)), Kept(output_dir, key)
     if any(key(work.record) not in kept.known for work in asked):
-        table = count_calls({"kernel": kernel, **options}, kernel=KERNELS[kernel])
+        table = count_calls({"kernel": kernel, **options}, kernel=COUNTED_KERNELS[kernel])
         if len(table) != len(asked):
             raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(asked)} calls")
         counted, info = table.astype(object).where(table.notna(), None).to_dict("records"), get_gpu_info()

@@ -7,14 +7,17 @@ from functools import cache, lru_cache, partial
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.backends import flex
+from hilbert_lib.attention.validation import validated
 from hilbert_lib.internals import buffers_kept
 from hilbert_lib.lab.cache.neighbourhood import BLOCK, neighbourhood_orderings, of_axes, used_by_blocks, used_by_boxes
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.pattern import Pattern
 
-SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"
+GRID_SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"
 BLOCKS, BOXES = "blocks", "boxes"  # the kernels whose pairs are counted
 DIRECTIONS = ("forward", "backward")
 
@@ -32,6 +35,13 @@ def _orders(shape: tuple[int, ...], device: torch.device) -> dict[str, Ordering]
 
 # Of q, k and v that are stored in an order, and the kernel's name: the output, stored likewise.
 Attention = Callable[[Tensor, Tensor, Tensor, Ordering, Workload, str], Tensor]
+
+
+def attend_by_flex(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ordering: Ordering, *, kernel_options: dict | None = None
+) -> Tensor:
+    """The output of FlexAttention itself: behind the library's backend a backward would run the forward again."""
+    return flex.attend(*validated(q, k, v, pattern, ordering=ordering), kernel_options=kernel_options)[0]
 
 
 def compare_kernels(
@@ -89,7 +99,12 @@ def _side(
     near, orders = work.pattern, orders_of(work)
     order = orders[name]
     stored = orders["raster"] if anew else order
-    parameters = {"sweep": SWEEP, "direction": direction, "side": of_axes(near.shape), "window": of_axes(near.window)}
+    parameters = {
+        "sweep": GRID_SWEEP,
+        "direction": direction,
+        "side": of_axes(near.shape),
+        "window": of_axes(near.window),
+    }
     parameters |= {"kernel": kernel, "order": name, "heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}
     if kernel == BLOCKS:
         parameters |= {"block_size": BLOCK, "used": round(used_by_blocks(near, order, device=work.device), 4)}

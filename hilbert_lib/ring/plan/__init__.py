@@ -9,7 +9,8 @@ shards     how the cells of a grid are spread, and what the windows of a rank's 
 halo       which rows of a grid travel, and what that costs
 """
 
+from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import plan_halo
-from hilbert_lib.ring.plan.plan import plan_ring
+from hilbert_lib.ring.plan.plan import TRANSPORTS, plan_ring
 
-__all__ = ["plan_halo", "plan_ring"]
+__all__ = ["TRANSPORTS", "plan_halo", "plan_ring", "shard_lengths_for"]

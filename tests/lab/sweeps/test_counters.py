@@ -151,7 +151,7 @@ def without_moment(records):
     return [{**each, "environment": None} for each in json.loads(json.dumps(records))]
 
 
-@pytest.mark.parametrize("kernel", benchmarks.KERNELS)
+@pytest.mark.parametrize("kernel", benchmarks.COUNTED_KERNELS)
 def test_the_call_of_a_work_gives_the_same_in_every_order(kernel):
     results = {}
     for work in benchmarks.calls(kernel, **SIZES | {"heads": 1, "row_bytes": [32]}):  # interpreted
@@ -213,7 +213,7 @@ def test_the_table_has_the_last_record_of_each_work(counting):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", benchmarks.KERNELS)
+@pytest.mark.parametrize("kernel", benchmarks.COUNTED_KERNELS)
 def test_on_a_gpu_each_call_is_one_launch_of_its_kernel(kernel):
     from torch.profiler import ProfilerActivity, profile
 

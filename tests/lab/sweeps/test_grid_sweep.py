@@ -16,7 +16,7 @@ from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks, neighbourhood_orderings
 from hilbert_lib.lab.figures.grids import PARTS, draw_block_maps, draw_idea, draw_reads
 from hilbert_lib.lab.pairs import run_back_to_back, run_sides
-from hilbert_lib.lab.sweeps.grids import REORDERED, compare_kernels, sustained_sides
+from hilbert_lib.lab.sweeps.grids import REORDERED, attend_by_flex, compare_kernels, sustained_sides
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
@@ -40,6 +40,14 @@ def works(**how):
 @pytest.fixture(scope="module")
 def records():
     return run_sides(compare_kernels(works(), attention, kernels=KERNELS), device=CPU)
+
+
+def test_flex_by_itself_computes_the_librarys_function_in_an_order():
+    near, (q, k, v) = Neighbourhood((6, 10), 3), torch.randn(3, 1, 60, 2, 8).unbind()
+    order = neighbourhood_orderings(near.shape)["hilbert"]
+    out = attend_by_flex(q, k, v, near, order)
+    torch.testing.assert_close(out, neighbourhood_attention(q, k, v, near, ordering=order))
+    assert (out - neighbourhood_attention(q, k, v, near)).abs().max() > 0.1
 
 
 def test_orders_stand_beside_raster_and_kernels_beside_boxes(records):
