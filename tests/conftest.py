@@ -33,7 +33,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
 LONG = ("test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention", "test_operators")
-LONG += ("04_safe_benchmarking", "06_kernel_benchmarks")
+LONG += ("04_safe_benchmarking", "06_kernel_benchmarks", "06b_orders_and_counters")
 
 
 def pytest_configure(config):
