@@ -157,9 +157,9 @@ def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> 
 
     with usage_errors():
         notebooks = find_notebooks(folder, names)
-        all_points = [
-            point for notebook in notebooks for point in make_points(notebook, texts, source, is_sweep=bool(shard))
-        ]
+        all_points = []
+        for notebook in notebooks:
+            all_points += make_points(notebook, texts, source, is_sweep=bool(shard))
         points = take_shard(all_points, shard or "1/1")
     if dry_run:
         for point in points:

@@ -75,12 +75,8 @@ def plan(
         raise click.UsageError(f"give --tokens, or --grid and --window; got {', '.join(options) or 'none of them'}")
     how |= {"kv_heads": kv_heads or how["heads"], "dtype": getattr(torch, dtype)}
     if grid:
-        options = (
-            parameter
-            for parameter in context.params
-            if context.get_parameter_source(parameter) == ParameterSource.COMMANDLINE
-        )
-        if foreign := [f"--{parameter.replace('_', '-')}" for parameter in options if parameter not in OF_GRIDS]:
+        options = [name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+        if foreign := [f"--{name.replace('_', '-')}" for name in options if name not in OF_GRIDS]:
             serving = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(OF_GRIDS - {"grid"}))
             raise click.UsageError(f"{', '.join(foreign)}: not of a grid, which takes {serving}")
         how.pop("transport")

@@ -222,9 +222,8 @@ def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
                 living.add(candidate)
     if process.poll() is None:  # afterwards its number may be another process's
         with suppress(psutil.Error):
-            living.update(
-                candidate for candidate in psutil.Process(process.pid).children(recursive=True) if runs(candidate.pid)
-            )
+            descendants = psutil.Process(process.pid).children(recursive=True)
+            living.update(candidate for candidate in descendants if runs(candidate.pid))
     return living
 
 

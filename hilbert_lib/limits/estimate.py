@@ -145,10 +145,8 @@ def estimate_memory(
     backend = _serving(q, k, padding, device, named, direction == "backward", backends, options)
     is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)
     if on_grid:
-        call, leaves = (
-            Request(near, scale=head_dim**-0.5, key_padding_mask=padding),
-            Tensors(q, k, k, extra_keys, extra_keys),
-        )
+        call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding)
+        leaves = Tensors(q, k, k, extra_keys, extra_keys)
     else:
         seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
         slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
@@ -169,9 +167,9 @@ def estimate_memory(
         grads = {f"d{name.replace(', ', ', d')}": size for name, size in inputs.items()}
         inputs, outputs = inputs | {"dout": q.nbytes, **outputs}, grads
     arguments, returned = (leaves,) if direction == "forward" else (q, leaves, q, lse), sum(outputs.values())
-    workspace = (
-        serving_backend.workspace(arguments, call, direction, device, returned) if serving_backend.workspace else None
-    )
+    workspace = None
+    if serving_backend.workspace:
+        workspace = serving_backend.workspace(arguments, call, direction, device, returned)
     if workspace is None:
         workspace = {"temporary": _traced(arguments, call, serving_backend, direction, device) - returned}
     if direction == "forward" and not on_grid and has_zero_keys(call, length):

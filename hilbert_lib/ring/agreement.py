@@ -104,9 +104,8 @@ def _difference(requests: dict[int, tuple[str | None, dict[str, str]]]) -> str:
     if refusals:
         return "; ".join(refusals)
     differing = []
-    names = dict.fromkeys(
-        name for _, request in requests.values() for name in request
-    )  # kinds of pattern have their own
+    # Kinds of pattern have names of their own.
+    names = dict.fromkeys(name for _, request in requests.values() for name in request)
     for name in names:
         ranks: dict[str, list[str]] = {}
         for rank, (_, request) in requests.items():

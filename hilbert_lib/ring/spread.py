@@ -169,9 +169,8 @@ class GridSpread:
     def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where no backend, or not the one that is asked for by name, can serve the call."""
         grid_box = tuple(map(range, self.shape))
-        _serving(
-            tensors, replace(request, part=GridPart(grid_box, grid_box, grid_box)), backend
-        )  # refuse what no rank can do
+        whole_grid = GridPart(grid_box, grid_box, grid_box)
+        _serving(tensors, replace(request, part=whole_grid), backend)  # refuse what no rank can do
         if backend != "auto" and tensors.q.shape[0]:
             for part_tensors, part in by_pattern(
                 tensors, request

@@ -126,9 +126,8 @@ def _blocks(
         # Whole segments with all their queries share blocks, of as many as kernels take; a cut segment is one block.
         full_segments = range(-(-first // w), max(-(-first // w), end // w))
         cut = {segment for segment in (first // w, (end - 1) // w) if segment not in full_segments}
-        runs = [
-            (segment, min(MOST_SEQUENCES, full_segments.stop - segment)) for segment in full_segments[::MOST_SEQUENCES]
-        ]
+        firsts = full_segments[::MOST_SEQUENCES]
+        runs = [(segment, min(MOST_SEQUENCES, full_segments.stop - segment)) for segment in firsts]
         groups = pattern.offset_heads(branch, kv_heads)
         for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
             start, rows = segment * w, {}

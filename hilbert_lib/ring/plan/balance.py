@@ -43,9 +43,8 @@ def shard_lengths_for(
     """
     length, ranks = integer("length", length, least=1), integer("ranks", ranks, least=1)
     multiple = integer("multiple", multiple, least=1)
-    speeds = [
-        Fraction(weight) for weight in check_weights(weights, ranks) or (1,) * ranks
-    ]  # exact: the same on all ranks
+    # Fractions are exact: all ranks get the same lengths.
+    speeds = [Fraction(weight) for weight in check_weights(weights, ranks) or (1,) * ranks]
     if pattern is not None:
         check_dilated(pattern)
     boolean("is_causal", is_causal)

@@ -304,11 +304,8 @@ def _exchange_bytes(plan: RingPlan, rank: int, direction: str, transport: str) -
     row, queries = sizes.batch * sizes.row, sizes.group
     if direction == "forward":  # the sums of out and lse, which are rounded into the answer
         sums = sizes.batch * queries * (sizes.summed_row + sizes.sum) * into
-        return (
-            2 * row_bytes * out,
-            buffers + sums,
-            buffers + answer_bytes * (into + out) + max(sums, answer_bytes * out),
-        )
+        answers = answer_bytes * (into + out) + max(sums, answer_bytes * out)
+        return 2 * row_bytes * out, buffers + sums, buffers + answers
     # The exchanged q, k and v are kept; so is the own out that delta is of. `product` stands for the others'.
     buffers += sizes.on_wire(transport, "forward")[0] * into + queries * row * out + answer_bytes * into
     product, copy = queries * row * into, sizes.batch * max(queries, 2) * sizes.summed_row * out

@@ -148,6 +148,15 @@ class HaloPlan:
         traffic = out * row_bytes, into * row_bytes, into * grad_bytes, out * grad_bytes
         return HaloCost(cells, *traffic, inner, cells - inner, *self._memory(rank, cells, out, into))
 
+    # The memory of `ring.rank.halo`; a change of the order there is a change here.
+    #
+    #                to the end              then the largest of these steps
+    #     forward    the call's tensors      packing  2 * sent
+    #                                        travel   sent + arrived
+    #                                        border   arrived + results of all borders + inputs of one
+    #     backward   the call's tensors,     border   answers + inputs of one border
+    #                arrived rows, the       travel   answers + arriving answers
+    #                borders' gradients      adding   arriving answers + sums of the touched rows
     def _memory(self, rank: int, cells: int, out: int, into: int) -> tuple[int, int]:
         sizes, heads, kv_heads = self.sizes, self.sizes.heads, self.sizes.kv_heads
         if isinstance(self.shards, Runs):  # one call, whose keys are the own ones and what arrives, by cells
@@ -166,11 +175,11 @@ class HaloPlan:
         # q, k, v, out, dout, dq, dk, dv, lse and delta; of a border the same, with sums of dk and dv in a frame
         backward = cells * (4 * q + (1 + copies) * kv + 2 * lse) + arrived
         answers, arriving = 2 * sizes.summed_row * into, 2 * sizes.summed_row * out
-        border_results = sum(copies * q * queries + sums * keys for queries, keys in borders)
+        border_grads = sum(copies * q * queries + sums * keys for queries, keys in borders)
         border_inputs = max((copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders), default=0)
         # In the end sums of dk and dv, and these rounded, of all rows that do not come from the interior alone.
         touched = min(cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
-        backward += border_results + max(answers + max(border_inputs, arriving), arriving + touched * (kv + sums))
+        backward += border_grads + max(answers + max(border_inputs, arriving), arriving + touched * (kv + sums))
         return sizes.batch * forward, sizes.batch * backward
 
     @property

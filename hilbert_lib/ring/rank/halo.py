@@ -63,9 +63,8 @@ def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Halo
     received, padding = saved["received"], saved.get("padding")
     beside = Beside(dout.device)
     if layout.interior:
-        dq, *grads = operators.backward(
-            dout, tensors, out, lse, replace(job.request, part=layout.interior), job.backend
-        )
+        request = replace(job.request, part=layout.interior)
+        dq, *grads = operators.backward(dout, tensors, out, lse, request, job.backend)
     with beside:
         border_grads = []
         for border, backend in job.borders:

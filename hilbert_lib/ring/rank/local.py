@@ -83,9 +83,5 @@ def _gather(targets: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Tenso
     from hilbert_lib.attention.triton.copies import Copy, gather_rows  # triton is imported only where it is used
 
     row_numbers, ndim = numbers.flatten(), numbers.dim()
-    gather_rows(
-        [
-            Copy(target.flatten(0, ndim - 1).permute(2, 0, 1, 3), x, row_numbers)
-            for target, x in zip(targets, tensors, strict=True)
-        ]
-    )
+    by_head = [target.flatten(0, ndim - 1).permute(2, 0, 1, 3) for target in targets]
+    gather_rows([Copy(target, x, row_numbers) for target, x in zip(by_head, tensors, strict=True)])
