@@ -1,18 +1,27 @@
-"""Cases of dilated attention, and the check of one of them against the oracle: output, lse and gradients."""
+"""Cases of attention along sequences and on grids, and the check of one of them against the oracle."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from itertools import accumulate
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from itertools import accumulate, product
+from math import prod
 
 import oracle
 import pytest
 import torch
 from allpairspy import AllPairs
+from hypothesis import strategies as st
+from oracle import attending, mask_of, seen_along
+from torch import Tensor
 
+from hilbert_lib import Neighbourhood, Union, neighbourhood_attention
+from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import EDGES, HeadNeighbourhoods
 
 # name: segment lengths, rates
 BRANCHES = {
@@ -38,7 +47,7 @@ needs_hopper = pytest.mark.skipif(
 # lse has an error of its own on the CPU: `lse_error`.
 TOLERANCE = {
     torch.float64: (1e-12, 1e-12, 1e-11),
-    torch.float32: (2e-4, 2e-4, 2e-4),
+    torch.float32: (1e-4, 1e-4, 2e-4),
     torch.float16: (4e-3, 2e-4, 2e-2),
     torch.bfloat16: (3e-2, 2e-4, 1.5e-1),
 }
@@ -68,7 +77,7 @@ def in_pairs(axes: tuple, at: int, kv_heads: Callable = lambda shape: SHAPES[sha
     return pytest.mark.parametrize("case", cases, ids=lambda case: "-".join(map(str, case)))
 
 
-def stored(x: torch.Tensor, layout: str) -> torch.Tensor:
+def stored(x: Tensor, layout: str) -> Tensor:
     """The same values with other strides."""
     if layout == "bhsd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -98,7 +107,7 @@ def expected(
 
 def drawn(
     queries: int, heads: int, kv_heads: int, head_dim: int, *, batch=1, keys=None, dtype=torch.float32, device="cpu"
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """q, k, v and the gradient of the output; as many keys as queries unless told."""
     generator = torch.Generator(device).manual_seed(0)
     keys = queries if keys is None else keys
@@ -107,7 +116,7 @@ def drawn(
     return [torch.randn(batch, *each, head_dim, **drawing).to(dtype) for each in rows]
 
 
-def differentiated(attend: Callable, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def differentiated(attend: Callable, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """out and lse of an attention, and the gradients of what it takes; tensors: this and the gradient of out."""
     *inputs, dout = tensors
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -115,13 +124,30 @@ def differentiated(attend: Callable, tensors: Iterable[torch.Tensor]) -> tuple[t
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-def attended(tensors: Sequence[torch.Tensor], pattern, backend: str, **options) -> tuple[torch.Tensor, ...]:
-    """out, lse and the gradients of q, k and v; tensors: these and the gradient of out."""
-    attend = partial(dilated_attention, pattern=pattern, backend=backend, return_lse=True, **options)
-    return differentiated(attend, tensors)
+def _call(pattern, backend: str, **options) -> Callable:
+    # A pattern's attention as a function of q, k, v and extra keys; it gives out and lse.
+    attend = dilated_attention if isinstance(pattern, DilatedPattern) else neighbourhood_attention
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
+        extra_keys = dict(zip(("extra_k", "extra_v"), extra, strict=True)) if extra else {}
+        out, lse = attend(q, k, v, pattern, backend=backend, return_lse=True, **extra_keys, **options)
+        assert not lse.requires_grad
+        return out, lse
+
+    return call
 
 
-def exactly(tensors: Sequence[torch.Tensor], pattern, **options) -> tuple[torch.Tensor, ...]:
+def attended(tensors: Sequence[Tensor], pattern, backend: str, **options) -> tuple[Tensor, ...]:
+    """out, lse and the gradients of q, k, v and of extra keys, if any; tensors: these and the gradient of out."""
+    return differentiated(_call(pattern, backend, **options), tensors)
+
+
+def out_and_lse(tensors: Sequence[Tensor], pattern, backend: str, **options) -> tuple[Tensor, Tensor]:
+    """The same without gradients, of a backend that has none here."""
+    return _call(pattern, backend, **options)(*tensors[:-1])
+
+
+def exactly(tensors: Sequence[Tensor], pattern, **options) -> tuple[Tensor, ...]:
     """The same of the reference in float64."""
     return attended([x.double() for x in tensors], pattern, "reference", **options)
 
@@ -136,15 +162,15 @@ def determinism(wanted: bool = True, **options):
         torch.use_deterministic_algorithms(False)
 
 
-def ends_of(lengths: Sequence[int], device: object = "cpu") -> torch.Tensor:
+def ends_of(lengths: Sequence[int], device: object = "cpu") -> Tensor:
     """`cu_seqlens` of documents."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def documents_alone(tensors: Sequence[torch.Tensor], lengths: Sequence[int], pattern, **options) -> tuple:
+def documents_alone(tensors: Sequence[Tensor], lengths: Sequence[int], pattern, **options) -> tuple:
     """out, lse and gradients of packed documents, each by the oracle alone; tensors as `attended` takes them."""
 
-    def attend(*leaves: torch.Tensor) -> list[torch.Tensor]:
+    def attend(*leaves: Tensor) -> list[Tensor]:
         documents = [each for each in zip(*(x.split(lengths, 1) for x in leaves), strict=True) if each[0].numel()]
         found = zip(*(oracle.attention(*each, pattern, **options) for each in documents), strict=True)
         return [torch.cat(parts, dim) for parts, dim in zip(found, (1, 2), strict=True)]
@@ -152,17 +178,17 @@ def documents_alone(tensors: Sequence[torch.Tensor], lengths: Sequence[int], pat
     return differentiated(attend, [x.double() for x in tensors])
 
 
-def norms(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> list[float]:
+def norms(found: Iterable[Tensor], expected: Iterable[Tensor]) -> list[float]:
     """How far each tensor is off, relative to what is expected."""
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
 
 
-def assert_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerances) -> None:
+def assert_close(found: Iterable[Tensor], expected: Iterable[Tensor], tolerances, rtol: float = 0.0) -> None:
     """Every tensor in float64 on the CPU, within its tolerance, or one of all."""
     pairs = list(zip(found, expected, strict=True))
     tolerances = [tolerances] * len(pairs) if isinstance(tolerances, float) else tolerances
     for (mine, theirs), tolerance in zip(pairs, tolerances, strict=True):
-        torch.testing.assert_close(mine.cpu().double(), theirs.cpu().double(), atol=tolerance, rtol=0)
+        torch.testing.assert_close(mine.cpu().double(), theirs.cpu().double(), atol=tolerance, rtol=rtol)
 
 
 def lse_error(backend: str, dtype: torch.dtype, device: str = "cpu") -> float:
@@ -173,6 +199,13 @@ def lse_error(backend: str, dtype: torch.dtype, device: str = "cpu") -> float:
     # processors with AVX2 or AVX-512. Which keys meet it depends on how many a vector holds.
     is_fast = backend in ("sdpa", "auto") and device == "cpu" and dtype.itemsize == 2
     return 1.2e-4 if is_fast else 2e-6
+
+
+def _assert_right(found: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype, rtol: float = 0.0) -> None:
+    # rtol is that of gradients: those of extra keys are sums over all queries.
+    close, close_lse, close_grad = TOLERANCE[dtype]
+    assert_close(found[:2], right[:2], (close, close_lse))
+    assert_close(found[2:], right[2:], close_grad, rtol)
 
 
 def check(
@@ -186,8 +219,7 @@ def check(
     if order is not None:
         results[3:] = [order.undo(x, dim=1) for x in results[3:]]
     assert results[0].dtype == dtype
-    tolerances = TOLERANCE[dtype]
-    assert_close(results, (out, lse, *grads), (*tolerances, *[tolerances[2]] * 2))
+    _assert_right(results, (out, lse, *grads), dtype)
 
 
 def refused(wrong: dict[type, list]) -> pytest.MarkDecorator:
@@ -210,3 +242,281 @@ def refusals(wrong: dict[type, list]) -> Callable:
 def only(some: set[tuple], every: Iterable[tuple]) -> list:
     """Cases of which every run has some, and the full one all."""
     return [pytest.param(*case, marks=[] if case in some else pytest.mark.full) for case in every]
+
+
+# Cases on grids.
+
+# shape, window, dilation, stride, is_causal, edge
+RULES = {
+    "line": ((23,), 5, 1, 1, False, "shift"),
+    "line, causal": ((19,), 6, 2, 3, True, "clip"),
+    "plane": ((9, 12), (4, 5), 1, 1, False, "shift"),
+    "plane, dilated": ((11, 13), (3, 4), (3, 2), (1, 2), False, ("clip", "shift")),
+    "plane, wrapped": ((8, 12), (3, 6), (2, 1), (2, 3), False, ("wrap", "wrap")),
+    "plane, causal": ((10, 7), (5, 3), 1, (2, 1), (True, False), ("shift", "clip")),
+    "whole": ((5, 6), (5, 6), 1, 1, False, "wrap"),
+    "volume": ((4, 5, 6), (2, 3, 5), (1, 1, 1), (1, 2, 1), False, ("shift", "clip", "wrap")),
+    "volume, dilated": ((6, 5, 7), (3, 1, 3), (2, 1, 2), 1, (True, False, False), "clip"),
+    "alone": ((6, 4), (1, 4), 1, 1, False, "shift"),
+    "volume, small": ((1, 1, 3), (1, 1, 2), 1, 1, False, "shift"),
+}
+# Several neighbourhoods in one softmax.
+UNIONS = {
+    "near and far": (RULES["plane"], ((9, 12), (3, 4), (3, 2), 1, False, ("clip", "shift"))),
+    "round and causal": (RULES["plane, wrapped"], ((8, 12), (5, 3), 1, (2, 1), (True, False), "clip")),
+    "a line three times": (RULES["line"], ((23,), 3, 2, 1, True, "clip"), RULES["line"]),
+}
+# The options of a neighbourhood by themselves: axes, edge, is_causal, stride, dilation.
+OPTIONS = ((1, 2, 3), EDGES, (False, True), (1, 2), (1, 2))
+SMALL = {1: ((12,), (5,)), 2: ((4, 8), (2, 3)), 3: ((4, 4, 4), (2, 2, 2))}  # sides and windows of so many axes
+LARGE = {1: ((96,), (33,)), 2: ((12, 20), (5, 9)), 3: ((4, 8, 12), (2, 3, 5))}  # of several tiles of a GPU
+HEADS = {"one": (1, 1, 1), "grouped": (2, 4, 2), "windows": (1, 2, 2)}  # batch, heads, kv_heads
+GROUPED_WINDOWS = "grouped windows"  # a window for each KV head, which has several query heads
+ORDERS = {
+    "none": lambda shape: None,
+    "random": lambda shape: Ordering.random(_cells(shape), seed=1),
+    "hilbert": lambda shape: Ordering.from_curve("hilbert", _cells(shape), grid=shape if len(shape) > 1 else None),
+}
+MORE = ("nothing", "extra", "padding", "extra and padding")
+# Grids of several tiles of a GPU, as `RULES` has them.
+LARGE_RULES = {
+    "large plane": ((48, 40), (9, 17), 1, 1, False, "shift"),
+    "large plane, wrapped": ((40, 48), (5, 8), (1, 2), (1, 2), False, ("clip", "wrap")),
+    "large volume": ((8, 16, 16), (3, 5, 7), 1, 1, (True, False, False), "shift"),
+}
+EXTRA = 3
+SCALE = 0.8  # times head_dim ** -0.5
+
+
+def _cells(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _is_possible(axes: int = 1, edge: str = "clip", is_causal: bool = False, *_) -> bool:
+    return not (is_causal and edge == "wrap")
+
+
+def rules_of(sizes: dict, axes: int, edge: str, is_causal: bool, stride: int, dilation: int) -> tuple:
+    """A neighbourhood by its options, as `RULES` has them; the last axis is odd unless it goes round."""
+    shape, window = sizes[axes]
+    return (*shape[:-1], shape[-1] + (edge != "wrap")), window, dilation, stride, is_causal, edge
+
+
+def every_rule(sizes: dict) -> list[tuple]:
+    return [rules_of(sizes, *options) for options in product(*OPTIONS) if _is_possible(*options)]
+
+
+def pairs_of_options(*axes) -> list[tuple]:
+    """Small cases, as `check_on_grid` takes them, in which every two values of the options and of other axes meet."""
+    cases = AllPairs([*map(list, (*OPTIONS, HEADS, ORDERS, MORE, *axes))], filter_func=lambda case: _is_possible(*case))
+    return [(rules_of(SMALL, *case[:5]), *case[5:]) for case in cases]
+
+
+def grids_in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
+    """Cases, as `check_on_grid` takes them, in which every two values of the rules and of other axes meet."""
+    cases = AllPairs([list(axis) for axis in (RULES, HEADS, ORDERS, MORE, *axes)])
+    marked = [pytest.param(case, marks=marks(case)) for case in cases]
+    return pytest.mark.parametrize("case", marked, ids=lambda case: "-".join(map(str, case)))
+
+
+def shape_of(rules: str | tuple) -> tuple[int, ...]:
+    return UNIONS[rules][0][0] if rules in UNIONS else RULES.get(rules, rules)[0]
+
+
+def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...] | Union:
+    """One for all heads or, where heads are "windows" or `GROUPED_WINDOWS`, one for each; or a union of such."""
+    if rules in UNIONS:
+        each = (neighbourhoods(own, heads) for own in UNIONS[rules])
+        return Union(tuple(HeadNeighbourhoods(own) if isinstance(own, tuple) else own for own in each))
+    near = Neighbourhood(*RULES.get(rules, rules))
+    if heads not in ("windows", GROUPED_WINDOWS):
+        return near
+    sides = zip(near.window, near.stride, strict=True)
+    return near, replace(near, window=tuple(max(1, side - 1) if side > step else side for side, step in sides))
+
+
+@st.composite
+def grids(draw):
+    """Random neighbourhoods of up to 300 cells."""
+    axes = draw(st.integers(1, 3))
+    most = (40, 14, 6)[axes - 1]
+    fields = []
+    for _ in range(axes):
+        dilation, is_causal = draw(st.integers(1, 3)), draw(st.booleans())
+        edge = draw(st.sampled_from(EDGES[:2] if is_causal else EDGES))
+        window = draw(st.integers(1, max(1, most // dilation)))
+        stride = draw(st.integers(1, min(window, 4)))
+        least = window * dilation
+        step = stride * dilation if edge == "wrap" else 1
+        cells = -(-draw(st.integers(least, max(least, most))) // step) * step
+        fields.append((cells, window, dilation, stride, is_causal, edge))
+    return Neighbourhood(*map(tuple, zip(*fields, strict=True)))
+
+
+@lru_cache(maxsize=32)
+def expected_on_grid(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int) -> tuple:
+    """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
+    near = neighbourhoods(rules, heads)
+    shape = shape_of(rules)
+    batch, count, kv_heads = (2, 4, 2) if heads == GROUPED_WINDOWS else HEADS[heads]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, own: int) -> Tensor:
+        return torch.randn(batch, rows, own, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    seq, extra = _cells(shape), EXTRA if "extra" in more else 0
+    given = [draw(seq, count), draw(seq, kv_heads), draw(seq, kv_heads), draw(extra, kv_heads), draw(extra, kv_heads)]
+    dout = draw(seq, count)
+    padding = torch.rand(batch, seq, generator=generator) < 0.4 if "padding" in more else None
+    extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if more == "extra and padding" else None
+    hidden = {"key_padding_mask": padding, "extra_padding_mask": extra_padding}
+    exact = attending(near, scale=SCALE * head_dim**-0.5, **hidden)
+    out, lse, *grads = differentiated(exact, [x.double() for x in (*given, dout)])
+    return near, given, dout, (padding, extra_padding), out, lse, grads
+
+
+def check_on_grid(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True) -> None:
+    """Run one case and compare it with the oracle: output, lse and gradients."""
+    near, given, dout, masks, out, lse, grads = expected_on_grid(rules, heads, more, dtype, head_dim)
+    ordering = ORDERS[order](RULES.get(rules, rules)[0])
+
+    def ordered(x: Tensor, dim: int = 1) -> Tensor:
+        return x if ordering is None else ordering.apply(x, dim=dim)
+
+    padding = None if masks[0] is None else ordered(masks[0]).to(device)
+    options = {"ordering": ordering, "scale": SCALE * head_dim**-0.5, "key_padding_mask": padding}
+    tensors = [ordered(x) for x in given[:3]]
+    if "extra" in more:
+        tensors += given[3:]
+        options["extra_padding_mask"] = None if masks[1] is None else masks[1].to(device)
+    run = attended if gradients else out_and_lse
+    found = run([x.to(device) for x in (*tensors, ordered(dout))], near, backend, **options)
+    assert found[0].dtype == dtype
+    right = [ordered(out), ordered(lse, dim=2), *(ordered(x) for x in grads[:3]), *grads[3:]]
+    _assert_right(found, right[: len(found)], dtype, rtol=TOLERANCE[dtype][2] / 10)
+
+
+def check_grouped_windows(backend: str, dtype: torch.dtype = torch.float64, **options) -> None:
+    """Run a small case in which everything meets that is counted by heads: windows, groups, extra keys and padding."""
+    check_on_grid(
+        ((4, 6), (3, 2), 1, 1, False, "clip"), GROUPED_WINDOWS, "random", "extra and padding", dtype, backend, **options
+    )
+
+
+def check_nan(near: Neighbourhood | tuple, given: list[Tensor], at: int, token: int, attend: Callable) -> Tensor:
+    """Spoil a token of the last KV head of one of the tensors; the output, in which those who see it alone have NaN."""
+    given[at][:, token, -1] = torch.nan
+    out, cells = attend(*given).cpu(), torch.arange(given[0].shape[1])
+    # Extra keys are seen by all.
+    seen = cells == token if at == 0 else mask_of(near)[:, token] if at < 3 else cells >= 0
+    assert out[:, :, :-1].isfinite().all()
+    assert out[:, :, -1].isnan().any(-1).equal(seen.expand(len(out), -1))
+    return out
+
+
+def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
+    """A part of a grid as `check_part` takes it: the shortest boxes of keys that hold what the queries see."""
+    keys = []
+    for n, (side, own) in enumerate(zip(near.shape, queries, strict=True)):
+        rules = (near.window, near.dilation, near.stride, near.is_causal, near.edge)
+        seen = set().union(*seen_along(side, *(rule[n] for rule in rules))[own.start : own.stop])
+        keys.append(shortest(side, seen, near.edge[n] == "wrap"))
+    part = GridPart(rows, queries, tuple(keys), in_float=rows == queries)
+    at_rows, at_queries, at_keys = (positions(box, near.shape) for box in part[:3])
+    return near, part, at_rows, torch.isin(at_rows, at_queries), at_keys, False
+
+
+def shortest(side: int, cells: set[int], goes_round: bool) -> range:
+    """The shortest run of cells of an axis that holds some."""
+    firsts = ((x, size) for size in range(1, side + 1) for x in range(side if goes_round else side - size + 1))
+    lines = (range(x, x + size) for x, size in firsts)
+    return next(line for line in lines if cells <= {x % side for x in line})
+
+
+def listed(near: Neighbourhood, count: int, seed: int) -> tuple:
+    """A part of any cells, which are found through a table, and of all that they see."""
+    own, rest = torch.randperm(near.length, generator=torch.Generator().manual_seed(seed)).tensor_split([count])
+    keys = torch.cat([own, rest[mask_of(near)[own][:, rest].any(0)]])
+    whole = tuple(map(range, near.shape))
+    return near, GridPart(whole, whole, whole, True), own, torch.ones(count, dtype=torch.bool), keys, True
+
+
+@st.composite
+def parts(draw):
+    """A neighbourhood, a part of its grid, the cells in its rows of q, which of these are computed, and those of k; and
+    whether they are found through a table."""
+    near = draw(grids())
+    if draw(st.booleans()):
+        return listed(near, draw(st.integers(1, near.length)), draw(st.integers(0, 9)))
+    rows, queries = [], []
+    for side in near.shape:
+        first = draw(st.integers(0, side - 1))
+        last = draw(st.integers(first + 1, side))
+        queries.append(range(first, last))
+        rows.append(range(draw(st.integers(0, first)), draw(st.integers(last, side))))
+    return boxed(near, tuple(rows), tuple(queries))
+
+
+def ranges(*ends: int) -> tuple[range, ...]:
+    return tuple(range(*ends[n : n + 2]) for n in range(0, len(ends), 2))
+
+
+# Of some rules the rows that are held, and those of them that are computed; or how many cells are listed.
+PARTS = {
+    "plane, wrapped": (ranges(0, 4, 8, 12), ranges(0, 3, 9, 12)),
+    "plane, dilated": (ranges(4, 9, 3, 13), ranges(5, 8, 3, 11)),
+    "line, causal": (ranges(4, 19), ranges(5, 15)),
+    "volume": (ranges(1, 3, 0, 5, 4, 6), ranges(1, 3, 1, 4, 4, 6)),
+    "plane, causal": 20,
+}
+
+
+def part_of(rules: str) -> tuple:
+    """One of these parts, as `check_part` takes it."""
+    near, cells = neighbourhoods(rules, "one"), PARTS[rules]
+    return listed(near, cells, 0) if isinstance(cells, int) else boxed(near, *cells)
+
+
+def positions(box, shape: tuple[int, ...]) -> Tensor:
+    """The cells of a box, row by row; what is past a side goes on from 0."""
+    cells = product(*([cell % side for cell in line] for line, side in zip(box, shape, strict=True)))
+    return torch.tensor([sum(x * prod(shape[n + 1 :]) for n, x in enumerate(cell)) for cell in cells]).long()
+
+
+def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> None:
+    """Run attention of a part of a grid and compare it with that of the whole: output, lse and gradients.
+
+    backend: a name, or its forward and backward.
+    """
+    forward, backward = backend if isinstance(backend, tuple) else (operators.forward, operators.backward)
+    named = () if isinstance(backend, tuple) else (backend,)
+    near, part, rows, computed, keys, gathered = case
+    generator, scale = torch.Generator().manual_seed(0), 1.4 * head_dim**-0.5
+    sizes = [(near.length, 2), (near.length, 1), (near.length, 1), (2, 1), (2, 1), (near.length, 2)]
+    *whole, dout = (torch.randn(1, n, h, head_dim, generator=generator).to(dtype) for n, h in sizes)
+    hidden = torch.rand(1, near.length, generator=generator) < 0.2
+    queries = rows[computed]
+    dout[:, [n for n in range(near.length) if n not in set(queries.tolist())]] = 0
+    exact = attending(near, scale=scale, key_padding_mask=hidden)
+    out, lse, *expected = differentiated(exact, [x.double() for x in (*whole, dout)])
+    slots = None
+    if gathered:
+        slots = torch.full((near.length,), -1, dtype=torch.int32)
+        slots[keys] = torch.arange(len(keys), dtype=torch.int32)
+        slots = slots.to(device)
+    mine = [x[:, at].to(device) for x, at in zip(whole, (rows, keys, keys, slice(None), slice(None)), strict=True)]
+    request = Request(
+        near.of_heads(1), scale=scale, key_padding_mask=hidden[:, keys].to(device), part=part, slots=slots
+    )
+    got, got_lse = forward(Tensors(*mine), request, *named)
+    close, close_lse, close_grad = TOLERANCE[dtype]
+    assert_close([got[:, computed], got_lse[:, :, computed]], [out[:, queries], lse[:, :, queries]], (close, close_lse))
+    # What lies in rows that are not computed changes nothing.
+    given_in, lse_in = computed.to(device)[:, None, None], torch.where(computed.to(device), got_lse, torch.nan)
+    got, douts = torch.where(given_in, got, 7.0), torch.where(given_in, dout[:, rows].to(device), 7.0)
+    grads = backward(douts, Tensors(*mine), got, lse_in, request, *named)
+    assert grads.k.dtype == grads.v.dtype == (got_lse.dtype if part.in_float else dtype)
+    for n, (found, right) in enumerate(zip(grads, expected, strict=True)):
+        found, right = found.cpu().double(), right[:, rows if n == 0 else keys if n < 3 else slice(None)]
+        found, right = (x[:, computed] if n == 0 else x for x in (found, right))
+        torch.testing.assert_close(found, right, atol=close_grad, rtol=close_grad / 10)

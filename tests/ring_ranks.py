@@ -19,9 +19,7 @@ from unittest.mock import patch
 import oracle
 import torch
 import torch.distributed as dist
-from cases import BRANCHES
-from grid_cases import ORDERS, SCALE, expected, shape_of
-from halo_cases import LARGE_RULES
+from cases import BRANCHES, LARGE_RULES, ORDERS, SCALE, expected_on_grid, shape_of
 from interpreted import confine
 from torch.utils.checkpoint import checkpoint
 
@@ -471,7 +469,7 @@ def compare_on_grid(
     With by_kernel rows are copied and summed by the kernels of a GPU, interpreted where there is none.
     """
     dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
-    near, given, dout, masks, *truth = expected(rules, heads, more, dtype, head_dim)
+    near, given, dout, masks, *truth = expected_on_grid(rules, heads, more, dtype, head_dim)
     truth = [truth[0], truth[1].transpose(1, 2), *truth[2]]
     shape, is_union = shape_of(rules), isinstance(near, Union)
     spread = shards_of(shape, **shards)

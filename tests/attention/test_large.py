@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import grid_cases
 import pytest
 import torch
 from cases import TOLERANCE, assert_close, attended
@@ -73,12 +72,12 @@ def test_a_grid_is_exact_at_both_ends(qkv, kernels):
     is_stored, backend = kernels.endswith("order"), "hopper" if kernels == "boxes" else "triton"
     order = Ordering.from_curve("hilbert", LENGTH, grid=near.shape) if is_stored else Ordering.linear(LENGTH)
     dout = torch.randn(qkv[0].shape, device=qkv[0].device, dtype=qkv[0].dtype)
-    out, lse, *gradients = grid_cases.attended((*qkv, dout), near, backend, ordering=order)
+    out, lse, *gradients = attended((*qkv, dout), near, backend, ordering=order)
     cells = 12 * COLUMNS
     for first, own in ((0, slice(0, cells // 2)), (LENGTH - cells, slice(cells // 2, cells))):
         slots = order.inverse[first : first + cells].to(out.device)
         exact = [x[:, slots].double() for x in (*qkv, dout)]
-        expected, expected_lse, *expected_gradients = grid_cases.attended(exact, part, "eager")
+        expected, expected_lse, *expected_gradients = attended(exact, part, "eager")
         mine = [x[:, slots[own]] for x in (out, *gradients)]
         theirs = [x[:, own] for x in (expected, *expected_gradients)]
         assert_close(mine, theirs, (TOLERANCE[out.dtype][0], *[TOLERANCE[out.dtype][2]] * 3))

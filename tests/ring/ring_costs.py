@@ -8,8 +8,7 @@ from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
-from cases import BRANCHES
-from grid_cases import RULES, expected
+from cases import BRANCHES, RULES, expected_on_grid
 from ring_ranks import SPECS, device, inputs, noting, results, shards_of
 
 from hilbert_lib import Neighbourhood, graph_cache
@@ -173,7 +172,7 @@ def measured(**work) -> list[dict]:
 def count_bytes_on_grid(rules: str, heads: str, shards: dict, *, padded: bool = False) -> list:
     """Bytes sent and received forward, and backward: as counted where torch is called, and as planned; and how many
     collectives there were."""
-    near, (q, k, v, *_), dout, (hidden, _), *_ = expected(
+    near, (q, k, v, *_), dout, (hidden, _), *_ = expected_on_grid(
         rules, heads, "padding" if padded else "nothing", torch.bfloat16, 8
     )
     spread, rank = shards_of(RULES[rules][0], **shards), dist.get_rank()

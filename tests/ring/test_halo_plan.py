@@ -7,9 +7,8 @@ from math import prod
 
 import pytest
 import torch
-from cases import assert_close, refusals
+from cases import GROUPED_WINDOWS, ORDERS, SCALE, assert_close, expected_on_grid, grids, positions, refusals, shortest
 from click.testing import CliRunner
-from grid_cases import GROUPED_WINDOWS, ORDERS, SCALE, expected, grids, positions, shortest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import mask_of
@@ -190,7 +189,7 @@ def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_a
     """In one process; the windows of grouped heads differ."""
     shape, edges = (8, 6), ("clip", "shift")
     options = ((shape, (3, 3), 1, 1, False, edges), GROUPED_WINDOWS, "extra and padding", torch.float64, 4)
-    near, given, dout, (hidden, extra_hidden), *exact = expected(*options)
+    near, given, dout, (hidden, extra_hidden), *exact = expected_on_grid(*options)
     plan = plan_halo(near, shards, batch=2, heads=4, kv_heads=2, head_dim=4, dtype=torch.float64)
 
     def attend(group):

@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from cases import refusals
-from grid_cases import (
+from cases import (
     HEADS,
     LARGE,
     MORE,
@@ -17,16 +16,17 @@ from grid_cases import (
     SMALL,
     TOLERANCE,
     boxed,
-    check,
     check_grouped_windows,
     check_nan,
+    check_on_grid,
     check_part,
     every_rule,
     grids,
-    in_pairs,
+    grids_in_pairs,
     pairs_of_options,
     part_of,
     parts,
+    refusals,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 @pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager")), ids=str)
 def test_options_in_pairs(case, monkeypatch):
     monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
-    check(*case)
+    check_on_grid(*case)
 
 
 @pytest.mark.full
@@ -59,7 +59,7 @@ def test_options_in_pairs(case, monkeypatch):
 @pytest.mark.parametrize("rules", every_rule(SMALL), ids=str)
 def test_all_options_together(rules, backend):
     for heads, dtype, order, more in product(HEADS, TOLERANCE, ORDERS, MORE):
-        check(rules, heads, order, more, dtype, backend)
+        check_on_grid(rules, heads, order, more, dtype, backend)
 
 
 @pytest.mark.gpu
@@ -68,13 +68,13 @@ def test_on_a_gpu_the_kernels_serve_all_options(rules):
     dtypes = torch.float32, torch.bfloat16, torch.float16
     for n, (dtype, head_dim) in enumerate(product(dtypes, (16, 40, 64, 128))):
         how = (list(ORDERS)[n % 3], MORE[n // 3 % 4])
-        check(rules, "grouped", *how, dtype, "triton", head_dim, device="cuda")
+        check_on_grid(rules, "grouped", *how, dtype, "triton", head_dim, device="cuda")
 
 
-@in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"))
+@grids_in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"))
 def test_output_lse_and_gradients_are_the_oracles(case, monkeypatch):
     monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
-    check(*case)
+    check_on_grid(*case)
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "flex"])
@@ -89,9 +89,9 @@ def test_windows_are_those_of_the_kv_head_of_each_group(backend, monkeypatch):
 
 
 @pytest.mark.gpu
-@in_pairs((torch.float32, torch.bfloat16, torch.float16), ("triton", "flex", "eager"), (16, 40, 64, 128))
+@grids_in_pairs((torch.float32, torch.bfloat16, torch.float16), ("triton", "flex", "eager"), (16, 40, 64, 128))
 def test_on_a_gpu_every_backend_is_the_oracles(case):
-    check(*case, device="cuda")
+    check_on_grid(*case, device="cuda")
 
 
 @settings(max_examples=60, deadline=None)
@@ -172,7 +172,7 @@ def test_flex_attention_with_options_of_its_own_gives_the_output_alone():
     assert torch.equal(out, flex.attend(*given)[0])
 
 
-@in_pairs((4,))
+@grids_in_pairs((4,))
 def test_flex_attention_has_the_oracles_mask(case, monkeypatch):
     # Compiled it runs on a GPU alone; its blocks and its mask are the same here. Torch traces them all the same, which
     # takes ten times as long as the rest: a case of each rules is enough.
@@ -182,7 +182,7 @@ def test_flex_attention_has_the_oracles_mask(case, monkeypatch):
     run = partial(flex.attend, block_size=16)
     backends = backends_for(HeadNeighbourhoods)
     monkeypatch.setitem(backends, "eager", replace(backends["eager"], functions=lambda _: (run, None)))
-    check(*rest, torch.float64, "eager", head_dim=16, gradients=False)
+    check_on_grid(*rest, torch.float64, "eager", head_dim=16, gradients=False)
 
 
 def tensors(kv_heads=2, extra=3, **options):

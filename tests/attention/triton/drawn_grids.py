@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 from allpairspy import AllPairs
-from cases import LAYOUTS, differentiated
-from grid_cases import MORE, boxed, ranges
+from cases import LAYOUTS, MORE, boxed, differentiated, ranges
 from oracle import attending
 
 from hilbert_lib import Neighbourhood

@@ -9,9 +9,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cases import stored
+from cases import check_nan, check_part, stored
 from drawn_grids import BOXED, CASES, EDGES, SPECIAL, Case, boxed_part, drawn, expected, special
-from grid_cases import check_nan, check_part
 from oracle import attending
 
 from hilbert_lib import Neighbourhood

@@ -5,11 +5,23 @@ from functools import partial
 import pytest
 import torch
 from allpairspy import AllPairs
-from cases import LAYOUTS, norms, stored
+from cases import (
+    HEADS,
+    LAYOUTS,
+    MORE,
+    RULES,
+    boxed,
+    check_nan,
+    check_on_grid,
+    check_part,
+    neighbourhoods,
+    norms,
+    ranges,
+    stored,
+)
+from cases import attended as by_backend
 from cases import drawn as tokens
 from drawn_grids import BOXED, CASES, boxed_part, drawn, expected
-from grid_cases import HEADS, MORE, RULES, boxed, check, check_nan, check_part, neighbourhoods, ranges
-from grid_cases import attended as by_backend
 from oracle import attending
 
 from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
@@ -69,7 +81,7 @@ def inputs_of(name: str, dtype=torch.bfloat16, extra=0) -> tuple[Neighbourhood, 
 )
 def test_small_grids_are_the_oracles(case):
     rules, heads, more, dtype, head_dim = case
-    check(rules, heads, "none", more, dtype, "hopper", head_dim, DEVICE)
+    check_on_grid(rules, heads, "none", more, dtype, "hopper", head_dim, DEVICE)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

@@ -6,19 +6,19 @@ from math import prod
 
 import pytest
 import torch
-from grid_cases import (
+from cases import (
     HEADS,
     MORE,
     ORDERS,
     PARTS,
     RULES,
     SMALL,
-    check,
     check_grouped_windows,
     check_nan,
+    check_on_grid,
     check_part,
     every_rule,
-    in_pairs,
+    grids_in_pairs,
     pairs_of_options,
     part_of,
 )
@@ -37,14 +37,14 @@ def is_slow(case):
     return pytest.mark.full if DEVICE == "cpu" and rows > 700 else ()
 
 
-@in_pairs(DTYPES, marks=is_slow)
+@grids_in_pairs(DTYPES, marks=is_slow)
 def test_output_lse_and_gradients_equal_the_oracle(case):
-    check(*case, "triton", device=DEVICE)
+    check_on_grid(*case, "triton", device=DEVICE)
 
 
 @pytest.mark.parametrize("case", pairs_of_options(DTYPES), ids=str)
 def test_options_in_pairs(case):
-    check(*case, "triton", device=DEVICE)
+    check_on_grid(*case, "triton", device=DEVICE)
 
 
 def test_windows_are_those_of_the_kv_head_of_each_group():
@@ -56,7 +56,7 @@ def test_windows_are_those_of_the_kv_head_of_each_group():
 def test_all_options_together(rules):
     """Heads and dtypes in turn."""
     for n, (order, more) in enumerate(product(ORDERS, MORE)):
-        check(rules, list(HEADS)[n % 3], order, more, DTYPES[n // 3 % 2], "triton", device=DEVICE)
+        check_on_grid(rules, list(HEADS)[n % 3], order, more, DTYPES[n // 3 % 2], "triton", device=DEVICE)
 
 
 def test_what_is_no_number_reaches_only_those_who_see_it():
