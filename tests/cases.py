@@ -488,7 +488,7 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
 
     backend: a name, or its forward and backward.
     """
-    forward, backward = backend if isinstance(backend, tuple) else (operators.forward, operators.backward)
+    forward, backward = backend if isinstance(backend, tuple) else (operators.attention, operators.attention_backward)
     named = () if isinstance(backend, tuple) else (backend,)
     near, part, rows, computed, keys, gathered = case
     generator, scale = torch.Generator().manual_seed(0), 1.4 * head_dim**-0.5

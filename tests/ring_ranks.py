@@ -371,7 +371,7 @@ def outside_the_side_stream() -> list[list[str]]:
     *leaves, dout = inputs(16)
     leaves = [x.requires_grad_() for x in leaves]
     beside = []
-    patched = [(operators, "forward"), (operators, "backward"), (local, "merge_rows"), (local, "add_rows")]
+    patched = [(operators, "attention"), (operators, "attention_backward"), (local, "merge_rows"), (local, "add_rows")]
     with (
         noting([(place, name, name) for place, name in patched], lambda: not beside) as events,
         patch.object(exchange.Beside, "__enter__", lambda self: beside.append(1)),
@@ -409,7 +409,7 @@ def parts_asked_about(transport: str) -> dict[str, bool]:
     rows = (20, 28)[dist.get_rank()]
     pattern, leaves = DilatedPattern((8, 24, 64), (1, 2, 4)), [x[:, :rows] for x in inputs(28)[:3]]
     call = partial(ring_dilated_attention, *leaves, pattern, transport=transport, is_causal=True, backend="eager")
-    asked, run, forward = set(), set(), operators.forward
+    asked, run, forward = set(), set(), operators.attention
 
     def part(q, k, request) -> tuple:
         return tuple(q.shape), tuple(k.shape), str(request.pattern), request.is_causal
@@ -426,7 +426,7 @@ def parts_asked_about(transport: str) -> dict[str, bool]:
         asked.add(part(q, k, request))
         return ""
 
-    with in_place(asking), patch.object(operators, "forward", noted):
+    with in_place(asking), patch.object(operators, "attention", noted):
         call()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, run)
@@ -557,7 +557,7 @@ def promises_on_grid() -> dict:
     found["compiling changes nothing"] = torch.equal(wrapped(q, k, v), module(q, k, v).cos())
     nothing = ring_neighbourhood_attention(*(x[:0] for x in (q, k, v)), NEAR)
     found["a batch of none gives none"] = list(nothing.shape) == [0, 24, 2, 4]
-    places = [(operators, "forward", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
+    places = [(operators, "attention", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
     with noting(places) as events:
         module(q, k, v)
     found["the interior begins before all agree"] = events == ["compute", "agree", "send", "compute"]
@@ -578,7 +578,7 @@ def promises_of_a_union() -> dict:
     found, rank = {}, dist.get_rank()
     both = Union((NEAR, Neighbourhood((8, 6), 3, dilation=(1, 2))))
     q, k, v = grid_inputs()
-    places = [(operators, "forward", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
+    places = [(operators, "attention", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
     with noting(places) as events:
         out = ring_attend(q, k, v, both)
     found["one agreement, as the first begins"] = events == ["compute", "agree", *EXCHANGE, "compute", *EXCHANGE]

@@ -175,6 +175,24 @@ def test_an_import_that_runs_up_or_round_is_found(module, line, fault):
     assert any(module in each and fault in each for each in faults(planted))
 
 
+def vague_forwards(module: str, source: str) -> list[str]:
+    """Functions called `forward` that are no method, and not a backend's either: what they compute has a name."""
+    tree = ast.parse(source)
+    of_classes = {id(node) for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for node in each.body}
+    on_top = {node.name: id(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if module.startswith(("attention.backends.", "attention.triton.")) and "backward" in on_top:
+        of_classes.add(on_top.get("forward"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "forward"]
+    return [f"{module}, line {node.lineno}" for node in functions if id(node) not in of_classes]
+
+
+def test_forward_is_what_a_method_or_a_backends_function_is_called():
+    assert [place for module, source in sources().items() for place in vague_forwards(module, source)] == []
+    assert vague_forwards("ring.rank.passes", "def forward(): ...\ndef backward(): ...")
+    assert vague_forwards("attention.triton.decode", "def forward(): ...")
+    assert vague_forwards("lab.workload", "class Work:\n    def side(self):\n        def forward(): ...")
+
+
 @cache
 def kernels() -> dict[str, tile_shapes.Module]:
     """The modules with Triton kernels."""

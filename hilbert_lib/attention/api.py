@@ -284,7 +284,7 @@ def computed(
         q = inputs.q
         undone = kv_ordering is not None and is_undone(backend, chosen, q.device, request, q.shape[1])
         stored_inputs, stored_request = _as_stored(inputs, request, kv_ordering, undone)
-        results = operators.forward(stored_inputs, stored_request, chosen)
+        results = operators.attention(stored_inputs, stored_request, chosen)
         if form is not None:
             served = served_by(chosen, request.pattern, q)
             call = KnownCall(without_tensors(request), served, undone, takes_extra=inputs.extra_k is not None)

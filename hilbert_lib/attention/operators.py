@@ -45,7 +45,7 @@ _OWN = ["Tensor? permutation", "str backend"]  # permutation: the values of an o
 _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), *_OWN])
 
 
-def forward(inputs: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
+def attention(inputs: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
     """Output and lse of attention by one backend, both contiguous; differentiable once, through out.
 
     Outside compile, tracing and torch modes it skips torch's dispatcher.
@@ -55,8 +55,10 @@ def forward(inputs: Tensors, request: Request, backend: str) -> tuple[Tensor, Te
     return unwatched_forward(inputs, request, served_by(backend, request.pattern, inputs.q), dispatched_backward)
 
 
-def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str) -> Tensors:
-    """Gradients of `forward` from the merged out and lse, which may hold more than this call."""
+def attention_backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str
+) -> Tensors:
+    """Gradients of `attention` from the merged out and lse, which may hold more than this call."""
     if is_watched((dout, *inputs, out, lse, *tensors_of(request))):
         return Tensors(*dispatched_backward(dout, inputs, out, lse, request, backend))
     served = served_by(backend, request.pattern, dout)

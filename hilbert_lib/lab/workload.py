@@ -140,14 +140,14 @@ class Workload:
         run_attention: the output of (q, k, v, work). direction: "forward", "backward" alone, or `BOTH`; "" is the
         forward of a sweep that has no other. parameters: what else distinguishes the record, as sweep="backends".
         """
-        out = cache(lambda: run_attention(*self.leaves, self))
+        recorded = cache(lambda: run_attention(*self.leaves, self))
 
-        def forward() -> Results:
+        def output() -> Results:
             with torch.no_grad():
                 return (run_attention(*self.tensors[:3], self),)
 
-        def backward() -> Results:
-            return torch.autograd.grad(out(), self.leaves, self.tensors[3], retain_graph=True)
+        def gradients() -> Results:
+            return torch.autograd.grad(recorded(), self.leaves, self.tensors[3], retain_graph=True)
 
         def both() -> Results:
             return torch.autograd.grad(run_attention(*self.leaves, self), self.leaves, self.tensors[3])
@@ -156,8 +156,8 @@ class Workload:
         of_forward = useful.flop_forward, useful.bytes_forward
         of_backward = useful.flop_backward, useful.bytes_backward
         run, (flop, moved) = {
-            "forward": (forward, of_forward),
-            "backward": (backward, of_backward),
+            "forward": (output, of_forward),
+            "backward": (gradients, of_backward),
             BOTH: (both, map(sum, zip(of_forward, of_backward, strict=True))),
         }[direction or "forward"]
         parameters |= self.parameters | ({"direction": direction} if direction else {})

@@ -424,7 +424,7 @@ def _run(
     tensors, request, spread, group = call.tensors, call.request, call.spread, call.group
     if not tensors.q.shape[0] or not sum(lengths):  # nothing to compute, and nothing to send
         confirm()
-        return operators.forward(tensors, request, "eager")
+        return operators.attention(tensors, request, "eager")
     if request.dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=tensors.q.device)
         dist.broadcast(seed, group=group, group_src=0)
@@ -442,7 +442,7 @@ class _OnRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args) -> tuple[Tensor, Tensor]:
         *tensors, rank_call, confirm = args
-        out, lse, saved_by_pattern = rank_call.forward(Tensors(*tensors), confirm)
+        out, lse, saved_by_pattern = rank_call.results(Tensors(*tensors), confirm)
         rows = [x for saved in saved_by_pattern for x in saved.values()]
         # The masks and the seed too, so that autograd sees it if they are changed before the backward.
         request = rank_call.request
@@ -470,7 +470,7 @@ class _Once(torch.autograd.Function):
     def forward(ctx, dout: Tensor, *args) -> tuple[Tensor | None, ...]:
         *tensors, out, lse, saved_by_pattern, rank_call = args
         ctx.function = rank_call.function
-        return tuple(rank_call.backward(dout, Tensors(*tensors), out, lse, saved_by_pattern))
+        return tuple(rank_call.gradients(dout, Tensors(*tensors), out, lse, saved_by_pattern))
 
     @staticmethod
     def backward(ctx, *_grads: Tensor) -> None:

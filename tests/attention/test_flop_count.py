@@ -47,7 +47,7 @@ def test_decoding_counts_the_rows_that_are_asked_for(is_causal):
 
 def test_a_block_of_a_ring_counts_all_its_pairs():
     one = Request(DilatedPattern((LENGTH,), (1,)), is_part=True)
-    _, flop = counted(lambda: operators.forward(Tensors(*qkv(7)), one, "reference"))
+    _, flop = counted(lambda: operators.attention(Tensors(*qkv(7)), one, "reference"))
     assert flop == 2 * HEADS * 7 * LENGTH * 4 * HEAD_DIM
 
 

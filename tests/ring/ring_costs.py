@@ -143,7 +143,7 @@ def _stand_ins():
 
     nothing = {"merge_rows": lambda *_: None, "add_rows": lambda *_: None}
     with (
-        patch.multiple(operators, forward=forward, backward=backward),
+        patch.multiple(operators, attention=forward, attention_backward=backward),
         patch.multiple(blocks, choose=choose, **nothing),
         patch.multiple(passes, **nothing),
         patch.multiple(local, **nothing),
@@ -205,7 +205,7 @@ def peak_memory_on_grid(shards: dict) -> list[list[int]]:
         return Tensors(*(torch.empty_like(x, dtype=wide if n in (1, 2) else None) for n, x in enumerate(given)))
 
     call = partial(ring_neighbourhood_attention, *leaves, near, shards=spread)
-    with patch.multiple(operators, forward=forward, backward=backward):
+    with patch.multiple(operators, attention=forward, attention_backward=backward):
         torch.autograd.grad(call(), leaves, dout)  # what is made once is not of this call
         out, forward = with_peak(call)
         received = out.grad_fn.saved_tensors[7].nbytes

@@ -48,7 +48,7 @@ def one_fails_by_itself() -> list:
     with ExitStack() as stack:
         larger = dist.get_rank() == dist.get_world_size() - 1
         if larger:
-            stack.enter_context(patch.object(operators, "forward", too_large))
+            stack.enter_context(patch.object(operators, "attention", too_large))
         said = said_by(call, *(x.repeat(1 + larger, 1, 1, 1) for x in (q, k, v)))
     return [said, torch.equal(call(q, k, v), first)]
 
@@ -69,7 +69,11 @@ def around_the_header() -> list[list[str]]:
     """The order in which a group's first call, and its second, compute, learn that all agree, send and wait."""
     group, found = dist.new_group(), []
     q, k, v, _ = inputs(16)
-    places = [(operators, "forward", "compute"), (header.Agreement, "lengths", "agree"), (exchange, "exchange", "send")]
+    places = [
+        (operators, "attention", "compute"),
+        (header.Agreement, "lengths", "agree"),
+        (exchange, "exchange", "send"),
+    ]
     places += [(exchange.Arriving, "wait", "wait")]
     with noting(places) as events:
         for _ in range(2):

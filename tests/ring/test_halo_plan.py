@@ -202,8 +202,8 @@ def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_a
             extra_padding_mask=extra_hidden,
         )
         job = HaloJob(layout, request, "eager", ("eager",) * len(layout.borders), lambda: group)
-        out, lse, *received = halo.forward(own, job, lambda: None)
-        return rows, out, lse, *halo.backward(dout[:, rows], own, out, lse, job, *received)
+        out, lse, *received = halo.results(own, job, lambda: None)
+        return rows, out, lse, *halo.gradients(dout[:, rows], own, out, lse, job, *received)
 
     found = run_threads(attend, shards.ranks)
     out, lse, (*grads, extra_dk, extra_dv) = exact

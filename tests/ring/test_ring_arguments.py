@@ -327,8 +327,8 @@ def test_shards_are_parts_of_the_whole_and_what_several_ranks_add_to_is_a_sum(tr
         call, layout = Request(pattern, **how | {"key_padding_mask": hidden[:, rows]}), layout_of(plan, group.own, CPU)
         job = Job(layout, call, "eager", True, order, lambda: group)
         own = Tensors(q[:, rows], *stored)
-        out, lse, kept = passes.forward(own, job, lambda: None)
-        dq, *grads = passes.backward(dout[:, rows], own, out, lse, job, kept)[:3]
+        out, lse, kept = passes.results(own, job, lambda: None)
+        dq, *grads = passes.gradients(dout[:, rows], own, out, lse, job, kept)[:3]
         return rows, out, lse, dq, *(x if order is None else order.undo(x, 1) for x in grads)
 
     for rows, *found in run_threads(attend, len(SHARDS)):

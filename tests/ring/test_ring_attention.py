@@ -276,7 +276,7 @@ ON_GRIDS = {
 DISAGREE = {"ring_headers:disagree": DISAGREEMENTS, "disagree_on_grid": ON_GRIDS}
 SHARDS = [8, 9, 4]
 EMPTY = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
-ONE_MERGE = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
+ONE_MERGE = [["attention", "merge_rows"], ["attention_backward", *["add_rows"] * 3]]
 # An exchange beside the local branches, which begins when all agree. In the second call nothing differs on a rank, and
 # so hardly on another: it computes its own shard before.
 AGREED = [[*["agree", "compute"], *["send", "wait", "compute"]], [*["compute", "agree"], *["send", "wait", "compute"]]]

@@ -52,7 +52,7 @@ def serves(q: Tensor, k: Tensor, call: Request) -> bool:
     return max(min(w, k.shape[1]) // r for w, r in call.pattern.branches) >= KEYS_PER_ROW * rows
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
+def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention, as `launch.forward` returns them; deterministic, without atomics."""
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)

@@ -32,7 +32,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Ten
     if call.cu_seqlens is not None:
         check_rows(call.cu_seqlens, k.shape[1], call.max_seqlen)
     if decode.serves(q, k, call):
-        return decode.forward(q, k, v, call)
+        return decode.attend_in_parts(q, k, v, call)
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
     lse = _no_lse(q)
@@ -82,7 +82,7 @@ def forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[T
 
     def starts() -> list[Start]:
         first = [
-            hopper.forward(q, k, v, call, one, out, lse, flag if is_masked else None, first=number == 0)
+            hopper.forward_start(q, k, v, call, one, out, lse, flag if is_masked else None, first=number == 0)
             for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True))
         ]
         # These go on from the results and replace them, rounded once more each time.
@@ -141,7 +141,7 @@ def backward_on_hopper(
 
     def of_keys() -> list[Start]:
         first = [
-            hopper.backward(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
+            hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
             for number, one in enumerate(ours)
         ]
         tensors = (*given, dk, dv, dk, dv)

@@ -104,7 +104,7 @@ def _function_side(work: Workload, name: str, parameters: dict, order: Tensor | 
 
     ((segment, rate),) = work.pattern.branches
 
-    def forward() -> Results:
+    def output() -> Results:
         return (seed_attention(*work.tensors[:3], segment_length=segment, dilation_rate=rate, order=order),)
 
     def error(results: Results) -> float:
@@ -117,4 +117,4 @@ def _function_side(work: Workload, name: str, parameters: dict, order: Tensor | 
         return relative_difference([results[0][0, query]], [torch.einsum("mhk,mkhd->mhd", weights, v[key])])
 
     flop = 4 * work.length * (segment // rate) * work.heads * work.head_dim
-    return Side(name, parameters, forward, error, useful_flop=flop)
+    return Side(name, parameters, output, error, useful_flop=flop)

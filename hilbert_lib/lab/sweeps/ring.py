@@ -119,12 +119,12 @@ def _passes(side: str, work: OverRanks, *inputs: Tensor | None) -> tuple[Pass, P
     *given, dout = inputs
     (attend, leaves), graph = work.attention(side, *given), []
 
-    def forward() -> Tensor:
+    def output() -> Tensor:
         graph.clear()
         graph.append(attend())
         return graph[-1]
 
-    return forward, lambda: torch.autograd.grad(graph.pop(), leaves, dout)
+    return output, lambda: torch.autograd.grad(graph.pop(), leaves, dout)
 
 
 def _checked(side: str, work: OverRanks, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:

@@ -46,7 +46,7 @@ class Job:
         return self.chosen[block]
 
 
-def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None, merged: Merged) -> None:
+def merge_block(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None, merged: Merged) -> None:
     """Merges the output and lse of a block into those of all rows among which its queries have their places.
 
     q: (segments, queries, kv_heads, group, batch, head_dim). kv: (segments, keys, kv_heads, 2, batch, head_dim).
@@ -55,25 +55,25 @@ def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | Non
     segments, group = q.shape[0], q.shape[3]
     q = _dense(q)
     k, v, call, name = _prepared(q, kv, block, job, padding)
-    out, lse = operators.forward(Tensors(q, k, v), call, name)
+    out, lse = operators.attention(Tensors(q, k, v), call, name)
     lse = _by_row(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
     merge_rows(*merged, (block.queries,), _by_row(out, segments, group), lse)
 
 
-def backward(
+def add_block_gradients(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None,
     all_dq: Tensor, all_dkv: Tensor,
 ) -> None:  # fmt: skip
     """Adds the gradients of q and kv, from the merged out and lse, to those of all rows among which these are.
 
-    dout and out are shaped like q, and so is lse, with 1 for head_dim. The rest is as for `forward`.
+    dout and out are shaped like q, and so is lse, with 1 for head_dim. The rest is as for `merge_block`.
     """
     segments, keys, group = *kv.shape[:2], q.shape[3]
     dout, q, out, lse = map(_dense, (dout, q, out, lse))
     k, v, call, name = _prepared(q, kv, block, job, padding)
     # The operators return out and lse dense, and kernels take them so.
     dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
-    dq, *grads = operators.backward(dout, Tensors(q, k, v), *dense, call, name)[:3]
+    dq, *grads = operators.attention_backward(dout, Tensors(q, k, v), *dense, call, name)[:3]
     add_rows(all_dq, (block.queries,), _by_row(dq, segments, group))
     add_rows(all_dkv, (block.keys,), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3))
 

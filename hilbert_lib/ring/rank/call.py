@@ -18,10 +18,10 @@ class Passes(Protocol):
     """The module that computes a job: `passes` along a sequence, `halo` on a grid."""
 
     @staticmethod
-    def forward(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]: ...
+    def results(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]: ...
 
     @staticmethod
-    def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: object, saved: Saved) -> Tensors: ...
+    def gradients(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: object, saved: Saved) -> Tensors: ...
 
 
 def by_pattern(tensors: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
@@ -41,20 +41,20 @@ class RankCall:
     passes: Passes
     jobs: tuple[Job | HaloJob, ...]  # one for each pattern
 
-    def forward(self, tensors: Tensors, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, list[Saved]]:
+    def results(self, tensors: Tensors, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, list[Saved]]:
         """Output, lse, and what the backward of each pattern needs of other ranks.
 
         `confirm` is called before anything is sent.
         """
         if len(self.jobs) == 1:
-            out, lse, saved = self.passes.forward(tensors, self.jobs[0], confirm)
+            out, lse, saved = self.passes.results(tensors, self.jobs[0], confirm)
             return out, lse, [saved]
         saved_by_pattern: list[Saved] = []
 
         def results() -> Iterator[tuple[Tensor, Tensor]]:
             before_sending = confirm
             for (part_tensors, _), job in zip(by_pattern(tensors, self.request), self.jobs, strict=True):
-                out, lse, saved = self.passes.forward(part_tensors, job, before_sending)
+                out, lse, saved = self.passes.results(part_tensors, job, before_sending)
                 before_sending = agreed_already
                 saved_by_pattern.append(saved)
                 yield out, lse
@@ -62,17 +62,17 @@ class RankCall:
         out, lse = merge_patterns(results(), tensors.q.dtype)
         return out, lse, saved_by_pattern
 
-    def backward(
+    def gradients(
         self, dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, saved_by_pattern: list[Saved]
     ) -> Tensors:
-        """Gradients of a rank's tensors, from the gradient of its out, and what `forward` returned."""
+        """Gradients of a rank's tensors, from the gradient of its out, and what `results` returned."""
         if len(self.jobs) == 1:
-            return self.passes.backward(dout, tensors, out, lse, self.jobs[0], *saved_by_pattern)
+            return self.passes.gradients(dout, tensors, out, lse, self.jobs[0], *saved_by_pattern)
 
         def gradients() -> Iterator[Tensors]:
             parts = by_pattern(tensors, self.request)
             for (part_tensors, _), job, saved in zip(parts, self.jobs, saved_by_pattern, strict=True):
-                yield self.passes.backward(dout, part_tensors, out, lse, job, saved)
+                yield self.passes.gradients(dout, part_tensors, out, lse, job, saved)
 
         return add_patterns(gradients(), tensors)
 

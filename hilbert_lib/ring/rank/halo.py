@@ -31,7 +31,7 @@ class HaloJob:
         return zip(self.layout.borders, self.border_backends, strict=True)
 
 
-def forward(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]:
+def results(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]:
     """Output like q and lse (batch, heads, rows) of a rank's queries, and what the backward needs of other ranks.
 
     `confirm` is called when the interior is under way, before anything is sent.
@@ -40,7 +40,7 @@ def forward(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tupl
     packed = _packed(tensors.k, tensors.v, job)  # first: these small kernels would find no room beside the interior
     beside = Beside(q.device)
     if layout.interior:
-        out, lse = operators.forward(tensors, replace(job.request, part=layout.interior), job.backend)
+        out, lse = operators.attention(tensors, replace(job.request, part=layout.interior), job.backend)
     confirm()
     with beside:
         received, padding = _received(packed, job)
@@ -54,8 +54,8 @@ def forward(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tupl
     return out, lse, saved
 
 
-def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: HaloJob, saved: Saved) -> Tensors:
-    """Gradients of a rank's tensors, from the gradient of its out and what `forward` returned; the same bits always.
+def gradients(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: HaloJob, saved: Saved) -> Tensors:
+    """Gradients of a rank's tensors, from the gradient of its out and what `results` returned; the same bits always.
 
     Gradients of k and v are summed in float32 (float64 for float64): borders, then other ranks, then the interior.
     """
@@ -64,7 +64,7 @@ def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Halo
     beside = Beside(dout.device)
     if layout.interior:
         request = replace(job.request, part=layout.interior)
-        dq, *grads = operators.backward(dout, tensors, out, lse, request, job.backend)
+        dq, *grads = operators.attention_backward(dout, tensors, out, lse, request, job.backend)
     with beside:
         border_grads = []
         for border, backend in job.borders:
@@ -98,7 +98,7 @@ def _border_forward(
     tensors: Tensors, border: Border, backend: str, job: HaloJob, *received: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     framed, border_request, *_ = _framed(tensors, border, job.request, *received)
-    return operators.forward(framed, border_request, backend)
+    return operators.attention(framed, border_request, backend)
 
 
 def _border_backward(
@@ -108,7 +108,7 @@ def _border_backward(
     framed, border_request, (dout, out), lse = _framed(
         tensors, border, job.request, *received, by_query=(dout, out), lse=lse
     )
-    return operators.backward(dout, framed, out, lse, border_request, backend)
+    return operators.attention_backward(dout, framed, out, lse, border_request, backend)
 
 
 def _packed(k: Tensor, v: Tensor, job: HaloJob) -> list[Tensor]:

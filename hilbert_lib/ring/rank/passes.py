@@ -27,7 +27,7 @@ from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
 EXCHANGING = "all_to_all"
 
 
-def forward(tensors: Tensors, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]:
+def results(tensors: Tensors, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]:
     """Output like q and lse (batch, heads, rows) of a rank's queries, and what the backward needs of other ranks.
 
     `confirm` is called when the shard's own attention is under way, before anything is sent. The last result holds the
@@ -47,8 +47,8 @@ def forward(tensors: Tensors, job: Job, confirm: Callable[[], None]) -> tuple[Te
     return out, lse, saved
 
 
-def backward(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Job, saved: Saved) -> Tensors:
-    """Gradients of a rank's q, k and v, from the gradient of its out, and what `forward` returned."""
+def gradients(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Job, saved: Saved) -> Tensors:
+    """Gradients of a rank's q, k and v, from the gradient of its out, and what `results` returned."""
     q, k, v, *_ = tensors
     beside = Beside(q.device)
     grads = _fused_backward(dout, q, k, v, out, lse, job)
@@ -79,7 +79,7 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
     merged = none_merged(_shape_of_touched(q, job), lse)
     for block in layout.own_blocks:
         queries = shard.queries(block.queries, q)
-        blocks.forward(*queries, shard.keys(block.keys, k, v), block, job, padding, merged)
+        blocks.merge_block(*queries, shard.keys(block.keys, k, v), block, job, padding, merged)
     if exchanging:
         saved["exchanged"] = arriving.wait()
         answer = _exchanged_forward(exchanging, saved, job, lse)
@@ -89,7 +89,7 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
             padding = _padding(saved, transport, mail, arrived.source)
             for block in mail.blocks[arrived.source]:
                 queries = shard.queries(block.queries, q)
-                blocks.forward(*queries, arrived.rows[block.keys], block, job, padding, merged)
+                blocks.merge_block(*queries, arrived.rows[block.keys], block, job, padding, merged)
         arrived = None  # with what it sent
     if exchanging:
         their_out, their_lse = _apart(answer.wait(), q.shape[3], lse.dtype)
@@ -117,7 +117,7 @@ def _beside_backward(
     dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads them
     for block in layout.own_blocks:
         mine = shard.queries(block.queries, *by_query)
-        blocks.backward(*mine, shard.keys(block.keys, k, v), block, job, padding, dq, dkv)
+        blocks.add_block_gradients(*mine, shard.keys(block.keys, k, v), block, job, padding, dq, dkv)
     if exchanging:
         answer = _exchanged_backward(exchanging, arriving, saved, job, lse.dtype)
     for transport, gather in gathers.items():
@@ -127,16 +127,16 @@ def _beside_backward(
             their_dkv = lse.new_zeros(arrived.rows.shape)
             for block in mail.blocks[arrived.source]:
                 mine = shard.queries(block.queries, *by_query)
-                blocks.backward(*mine, arrived.rows[block.keys], block, job, padding, dq, their_dkv)
+                blocks.add_block_gradients(*mine, arrived.rows[block.keys], block, job, padding, dq, their_dkv)
             if late:
                 _add_answer(dkv, mail.answers[late.source], late.wait())
             late = gather.answer(their_dkv, arrived)  # while it travels, the next step is computed
         arrived = None  # with what it sent
         _add_answer(dkv, mail.answers[late.source], late.wait())
     if exchanging:
-        gradients = answer.wait()
-        _add_answer(dq, exchanging.answers[None], gradients[:, :-2])
-        _add_answer(dkv, exchanging.answers[None], gradients[:, -2:])
+        answer_rows = answer.wait()
+        _add_answer(dq, exchanging.answers[None], answer_rows[:, :-2])
+        _add_answer(dkv, exchanging.answers[None], answer_rows[:, -2:])
     return dq, dkv
 
 
@@ -175,7 +175,7 @@ def _exchanged_forward(mail: Mail, saved: Saved, job: Job, lse: Tensor) -> Arriv
     out, lse = none_merged(q.shape, lse)
     padding = _padding(saved, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
-        blocks.forward(q[block.queries], kv[block.keys], block, job, padding, (out, lse))
+        blocks.merge_block(q[block.queries], kv[block.keys], block, job, padding, (out, lse))
     return exchange(_joined(out.to(q.dtype), lse[..., None]), mail.received, mail.sent, job.group)
 
 
@@ -189,7 +189,7 @@ def _exchanged_backward(mail: Mail, arriving: Arriving, saved: Saved, job: Job, 
     padding = _padding(saved, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
         mine = (x[block.queries] for x in by_query)
-        blocks.backward(*mine, received[:, -2:][block.keys], block, job, padding, sums[:, :-2], sums[:, -2:])
+        blocks.add_block_gradients(*mine, received[:, -2:][block.keys], block, job, padding, sums[:, :-2], sums[:, -2:])
     return exchange(sums, mail.received, mail.sent, job.group)
 
 
@@ -207,7 +207,7 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, T
         batch, rows, heads, _ = q.shape
         return q.new_zeros(q.shape), q.new_full((batch, heads, rows), -torch.inf, dtype=WORKING_DTYPE[q.dtype])
     k, v, call, name = _fused_call(q, k, v, job)
-    return operators.forward(Tensors(q, k, v), call, name)
+    return operators.attention(Tensors(q, k, v), call, name)
 
 
 def _fused_backward(
@@ -216,7 +216,7 @@ def _fused_backward(
     if job.layout.fused is None:
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     k, v, call, name = _fused_call(q, k, v, job)
-    dq, dk, dv = operators.backward(dout, Tensors(q, k, v), out, lse, call, name)[:3]
+    dq, dk, dv = operators.attention_backward(dout, Tensors(q, k, v), out, lse, call, name)[:3]
     if job.ordering is not None and call.inverse is None:  # k and v came in sequence order
         dk, dv = (job.ordering.apply(x, dim=1) for x in (dk, dv))
     return dq, dk, dv

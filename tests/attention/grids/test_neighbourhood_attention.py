@@ -250,7 +250,7 @@ def test_its_useful_flop_are_counted():
     x = torch.ones(1, near.length, 1, 4)
     given_ = Tensors(x[:, rows], x[:, keys], x[:, keys], x[:, :3], x[:, :3])
     with FlopCounterMode(display=False) as counted:
-        operators.forward(given_, Request(near.of_heads(1), part=part), "eager")
+        operators.attention(given_, Request(near.of_heads(1), part=part), "eager")
     assert counted.get_total_flops() == 4 * int(mask_of(near)[rows[computed]].sum() + 3 * computed.sum()) * 4
 
 

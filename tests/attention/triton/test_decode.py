@@ -31,9 +31,9 @@ def tokens(queries: int, heads: int, kv_heads: int, *, keys: int = KEYS, head_di
 
 
 def decoded(q, k, v, call: Request):
-    """`decode.forward` on the device of the tests; out and lse on the CPU."""
+    """`decode.attend_in_parts` on the device of the tests; out and lse on the CPU."""
     call = replace(call, **{f: x.to(DEVICE) for f, x in vars(call).items() if isinstance(x, torch.Tensor)})
-    out, lse = decode.forward(*(x.to(DEVICE) for x in (q, k, v)), call)
+    out, lse = decode.attend_in_parts(*(x.to(DEVICE) for x in (q, k, v)), call)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
     return out.cpu(), lse.cpu()

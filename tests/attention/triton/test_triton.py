@@ -310,8 +310,8 @@ def test_triton_starts_no_warp_specialised_kernel_and_hopper_its_own(monkeypatch
         read.extend(x for x in tensors if isinstance(x, torch.Tensor))
         return Start("warp-specialised", (1,), (), {})
 
-    monkeypatch.setattr(launch.hopper, "forward", of_hopper)
-    monkeypatch.setattr(launch.hopper, "backward", of_hopper)
+    monkeypatch.setattr(launch.hopper, "forward_start", of_hopper)
+    monkeypatch.setattr(launch.hopper, "backward_start", of_hopper)
     for module in (launch, launch.decode):
         monkeypatch.setattr(module, "start", lambda make, *_, **__: begun.extend(each.kernel for each in make()))
     call = Request(DilatedPattern(*branches), scale=1.0, **options)
@@ -335,7 +335,7 @@ def test_triton_starts_no_warp_specialised_kernel_and_hopper_its_own(monkeypatch
 
 
 def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
-    monkeypatch.delattr(launch.hopper, "backward")
+    monkeypatch.delattr(launch.hopper, "backward_start")
     torch.manual_seed(0)
     q, dout, out = torch.randn(3, 1, 5, 1, 16, device=DEVICE)
     k, v = torch.randn(2, 1, 48, 1, 16, device=DEVICE)

@@ -76,7 +76,7 @@ def masked(
     )
 
 
-def forward(
+def forward_start(
     q: Tensor, k: Tensor, v: Tensor, call: Request, one: schedule.Pass, out: Tensor, lse: Tensor, flag: Tensor | None,
     *, first: bool,
 ) -> Start:  # fmt: skip
@@ -100,7 +100,7 @@ def forward(
     return Start(kernels.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
 
 
-def backward(
+def backward_start(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, call: Request,
     one: schedule.Pass, sums: Tensor | None, *, first: bool,
 ) -> Start:  # fmt: skip
