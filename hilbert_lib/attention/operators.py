@@ -68,7 +68,7 @@ def attention_backward(
 def dispatched_backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str
 ) -> tuple[Tensor, ...]:
-    """Gradients of `forward` through torch's dispatcher."""
+    """Gradients of `attention` through torch's dispatcher."""
     return _OPERATORS.attention_backward(dout, *inputs, out, lse, *_arguments(request), backend)
 
 

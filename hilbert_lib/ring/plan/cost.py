@@ -191,7 +191,7 @@ def traffic(plan: RingPlan, direction: str) -> tuple[list[int], list[int]]:
 #     _fused_forward/_backward   sums of the kernels' passes                one_fused
 #     _beside_forward/_backward  sums of the touched rows, to the end:      one_touched
 #       _start_gathers, exchange   rows being packed for other ranks        _exchange_bytes()[0]
-#       blocks.forward/backward    rows on their way, one block's copies    _exchange_bytes()[1], _Block.memory
+#       blocks.merge_block, ...    rows on their way, one block's copies    _exchange_bytes()[1], _Block.memory
 #       answer.wait, merge, add    answers, and the rows that add them up   _exchange_bytes()[2], _Block.copies
 #
 # The peak of a rank is its call's tensors and index tables, and the larger of the fused call and the steps beside it.
