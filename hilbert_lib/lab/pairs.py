@@ -111,11 +111,14 @@ def run_back_to_back(
     device = torch.device(device)
 
     def timed(cases: list[Case], took: list[float]) -> dict:
-        took = [seconds_of_a_call(case.run, device, each) for case, each in zip(cases, took, strict=True)]
-        calls = [max(1, round(seconds / each)) for each in took]
-        found = back_to_back([case.run for case in cases], device, calls=calls)
-        sides = [_sustained(*each, device).record() for each in zip(cases, calls, found, strict=True)]
-        return {"kind": "back to back", "sides": sides}
+        took = [seconds_of_a_call(case.run, device, alone) for case, alone in zip(cases, took, strict=True)]
+        calls = [max(1, round(seconds / call_seconds)) for call_seconds in took]
+        timings = back_to_back([case.run for case in cases], device, calls=calls)
+        records = [
+            _sustained(case, count, timing, device).record()
+            for case, count, timing in zip(cases, calls, timings, strict=True)
+        ]
+        return {"kind": "back to back", "sides": records}
 
     points = ((sides, partial(_time, sides, device, timed)) for sides in map(_apart, cases))
     return sweep(points, output_dir, tells=device.type == "cuda")
@@ -140,11 +143,11 @@ def sweep(
     >>> sweep([((one,), lambda: one.facts | {"ms": 0.5})])[0]["ms"]
     0.5
     """
-    kept, records = Kept(output_dir, _key, write=write), []
+    store, records = Kept(output_dir, _key, write=write), []
     for sides, measured in points:
-        record = kept.known.get(identity_of([vars(side) for side in sides]))
+        record = store.known.get(identity_of([vars(side) for side in sides]))
         try:
-            records.append(kept.add(measured()) if record is None else record)
+            records.append(store.add(measured()) if record is None else record)
         except torch.OutOfMemoryError as error:
             print(f"{_label(sides)}: left out, no room: {one_line(error)}", flush=True)
             continue
@@ -156,14 +159,16 @@ def sweep(
 def _apart(sides: tuple[Side, ...]) -> tuple[Side, ...]:
     # In a sweep of their own: single calls of the same sides are another measurement.
     named = [side.parameters | {"sweep": side.parameters["sweep"] + BACK_TO_BACK} for side in sides]
-    return tuple(replace(side, parameters=each) for side, each in zip(sides, named, strict=True))
+    return tuple(replace(side, parameters=parameters) for side, parameters in zip(sides, named, strict=True))
 
 
-def _sustained(case: Case, calls: int, found: dict, device: torch.device) -> Sustained:
-    about = case.facts | {"device": str(device), "warmup": found["warmup"], "calls_per_sample": calls}
-    told = {name: found.get(name) for name in ("watts", "joules", "celsius", "held_by")}
-    clocks = (found.get("mhz"),) * 2
-    return Sustained(**about, samples_ms=tuple(found["windows_ms"]), sm_clock_mhz=clocks, host_ms=found["host"], **told)
+def _sustained(case: Case, calls: int, timing: dict, device: torch.device) -> Sustained:
+    about = case.facts | {"device": str(device), "warmup": timing["warmup"], "calls_per_sample": calls}
+    readings = {name: timing.get(name) for name in ("watts", "joules", "celsius", "held_by")}
+    clocks = (timing.get("mhz"),) * 2
+    return Sustained(
+        **about, samples_ms=tuple(timing["windows_ms"]), sm_clock_mhz=clocks, host_ms=timing["host"], **readings
+    )
 
 
 def time_cases(
@@ -192,7 +197,7 @@ def _time(sides: tuple[Side, ...], device: torch.device, timed: Callable[[list[C
     runs = [_once(side, device) for side in sides]
     results = [result for result, _, _ in runs]
     cases, difference = _cases(sides, results), _difference(results)
-    peaks, took = tuple(peak for _, peak, _ in runs), [each for _, _, each in runs]
+    peaks, took = tuple(peak for _, peak, _ in runs), [seconds for _, _, seconds in runs]
     del runs, results  # they are as large as what is timed next
     return timed(cases, took) | {"peak_bytes": peaks, "output_difference": difference}
 
@@ -217,7 +222,7 @@ def _requested_bytes(when: str, device: torch.device) -> int:
 
 def _cases(sides: tuple[Side, ...], results: list[Results]) -> list[Case]:
     # The sides with their errors.
-    return [Case(**vars(side) | {"error": side.error(each)}) for side, each in zip(sides, results, strict=True)]
+    return [Case(**vars(side) | {"error": side.error(result)}) for side, result in zip(sides, results, strict=True)]
 
 
 def _difference(results: list[Results]) -> float | None:
@@ -232,5 +237,5 @@ def _label(sides: tuple[Side | Case, ...]) -> str:
 
 
 def _line(record: dict) -> str:
-    sides = [f"{side['median_ms']:.3g} ms (error {side['error']:.1e})" for side in sides_of(record)]
+    sides = [f"{timing['median_ms']:.3g} ms (error {timing['error']:.1e})" for timing in sides_of(record)]
     return ", ".join(sides) + (f", ratio {record['ratio']:.3f}" if "ratio" in record else "")

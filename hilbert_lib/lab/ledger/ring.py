@@ -31,17 +31,17 @@ def memory_by_ranks(records: Sequence[dict], *, tokens: int, ranks: Sequence[int
     is_fewest = table.ranks == min(ranks)
     fewest = together[is_fewest].set_axis(table.what[is_fewest])
     planned = counted(table[["what", "ranks"]], together / table.what.map(fewest))[~is_fewest]
-    strong = [each for each in records if each["sweep"] == "strong" and each["side"] in SIDES]
-    (one,) = (each["peak_bytes"] for each in strong if each["ranks"] == 1)
+    strong = [record for record in records if record["sweep"] == "strong" and record["side"] in SIDES]
+    (single_rank_bytes,) = (record["peak_bytes"] for record in strong if record["ranks"] == 1)
     measured = [
         {
-            "what": SIDES[each["side"]],
-            "side": each["side"],
-            "ranks": each["ranks"],
-            "value": each["peak_bytes"] * each["ranks"] / one,
+            "what": SIDES[record["side"]],
+            "side": record["side"],
+            "ranks": record["ranks"],
+            "value": record["peak_bytes"] * record["ranks"] / single_rank_bytes,
         }
-        for each in strong
-        if each["ranks"] > 1
+        for record in strong
+        if record["ranks"] > 1
     ]
     return pd.concat([planned.assign(how="planned"), counted(measured).assign(how="measured")], ignore_index=True)
 
@@ -59,13 +59,13 @@ def gathered_over_ring(records: Sequence[dict], *, tokens: int, ranks: Sequence[
             gathered, passed = (max(getattr(cost, name) for cost in plan.ranks) for plan in plans)
             cases.append({"what": what, "ranks": p, "value": gathered / passed})
     planned = counted(cases).assign(how="planned", gathered="the same rows")
-    runs = {(each["sweep"], each["ranks"], each["is_causal"], each["side"]): each for each in records}
+    runs = {(record["sweep"], record["ranks"], record["is_causal"], record["side"]): record for record in records}
     cases = []
-    for (*run, side), ring in runs.items():
-        others = {"all_gather": "the same rows", "gathered": "all k and v"} if side == "ring" else {}
-        for other, what in product(others, ("sent_forward", "peak_bytes")):
-            value = runs[(*run, other)][what] / ring[what]
-            case = {"sweep": run[0], "ranks": run[1], "gathered": others[other]}
+    for (*run, method), ring in runs.items():
+        gatherings = {"all_gather": "the same rows", "gathered": "all k and v"} if method == "ring" else {}
+        for gathering, what in product(gatherings, ("sent_forward", "peak_bytes")):
+            value = runs[(*run, gathering)][what] / ring[what]
+            case = {"sweep": run[0], "ranks": run[1], "gathered": gatherings[gathering]}
             cases.append({**case, "what": WHAT[what], "value": value})
     return pd.concat([planned, counted(cases).assign(how="measured")], ignore_index=True)
 
@@ -97,7 +97,7 @@ def balance(*, tokens: int, speeds: Sequence[Sequence[float]]) -> pd.DataFrame:
         lengths = shard_lengths_for(tokens, len(weights), weights=weights, **shared)
         plan = plan_ring(pattern, lengths, is_causal=True, weights=weights, **SIZES)
         times = [cost.flop_forward / speed for cost, speed in zip(plan.ranks, weights, strict=True)]
-        cases.append({"speeds": " : ".join(f"{each:g}" for each in weights), "value": max(times) / min(times)})
+        cases.append({"speeds": " : ".join(f"{weight:g}" for weight in weights), "value": max(times) / min(times)})
     return counted(pd.DataFrame(cases))
 
 
@@ -107,25 +107,25 @@ def overlap_and_scaling(records: Sequence[dict]) -> pd.DataFrame:
     hidden: of every run of several ranks, by its `side`, forward and backward. scaling: of those that one rank ran by
     the same side in the same sweep; the interval is that of the quartiles of both times.
     """
-    alone = {(one["side"], one["sweep"], one["tokens"]): one for one in records if one["ranks"] == 1}
+    alone = {(single["side"], single["sweep"], single["tokens"]): single for single in records if single["ranks"] == 1}
     cases = []
-    for record in (each for each in records if each["ranks"] > 1):
+    for record in (run for run in records if run["ranks"] > 1):
         case = {name: record[name] for name in ("sweep", "side", "ranks", "tokens", "is_causal")}
         for direction in ("forward", "backward"):
             hidden = record[f"hidden_{direction}"]
             shares = {"value": hidden, "low": hidden, "high": hidden}
             cases.append({"what": "hidden", **case, "direction": direction, **shares})
         is_weak = record["sweep"] == "weak"
-        one = alone.get((record["side"], record["sweep"], record["tokens"] // (record["ranks"] if is_weak else 1)))
-        if one is not None:
-            speed = _over_alone(record, one, share=1 if is_weak else record["ranks"])
+        single = alone.get((record["side"], record["sweep"], record["tokens"] // (record["ranks"] if is_weak else 1)))
+        if single is not None:
+            speed = _over_alone(record, single, share=1 if is_weak else record["ranks"])
             cases.append({"what": "scaling", **case, "direction": "both", **speed})
     return pd.DataFrame(cases)
 
 
-def _over_alone(record: dict, one: dict, *, share: int) -> dict[str, float]:
+def _over_alone(record: dict, single: dict, *, share: int) -> dict[str, float]:
     # The time of one rank alone, of whose work each rank has one `share`-th, over that of several.
-    ideal, times = _together(one) / share, _together(record)
+    ideal, times = _together(single) / share, _together(record)
     return {"value": ideal[1] / times[1], "low": ideal[0] / times[2], "high": ideal[2] / times[0]}
 
 
@@ -140,6 +140,6 @@ def longest(records: Sequence[dict], *, both: int, forward: int) -> pd.DataFrame
     checked = [record for record in records if record["out_error"] is not None]
     reached = {"forward": [r["tokens"] for r in checked]}
     reached["forward and backward"] = [r["tokens"] for r in checked if r["backward"]]
-    asked = {"forward and backward": both, "forward": forward}
-    cases = [{"what": what, "asked": n, "value": max(reached[what]) / n} for what, n in asked.items()]
+    targets = {"forward and backward": both, "forward": forward}
+    cases = [{"what": what, "asked": n, "value": max(reached[what]) / n} for what, n in targets.items()]
     return counted(pd.DataFrame(cases))

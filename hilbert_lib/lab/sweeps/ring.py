@@ -43,29 +43,30 @@ def run_works(
     Returns:
         The records of `measure`, in order, each with its environment.
     """
-    works, found = list(works), Kept(output_dir, _key, file=file).known
+    works, recorded = list(works), Kept(output_dir, _key, file=file).known
     for ranks in sorted({work.ranks for work in works}):
-        todo = []
-        for work in (each for each in works if each.ranks == ranks):
-            sides = tuple(side for side in work.sides if _key(work.identity(side)) not in found)
-            todo += [replace(work, sides=sides).fields] if sides else []
-        if todo:
+        unmeasured = []
+        of_ranks = [work for work in works if work.ranks == ranks]
+        for work in of_ranks:
+            sides = tuple(method for method in work.sides if _key(work.identity(method)) not in recorded)
+            unmeasured += [replace(work, sides=sides).fields] if sides else []
+        if unmeasured:
             path = str(Path(output_dir).resolve() / file) if output_dir else ""
-            order = {"works": todo, "file": path, "facts": environment()}
+            order = {"works": unmeasured, "file": path, "facts": environment()}
             limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS, "backend": backend}
             for record in run_ranks("hilbert_lib.lab.sweeps.ring:measure_all", ranks, order, **limits)[0]:
-                found[_key(record)] = record
+                recorded[_key(record)] = record
                 size = f"{record['tokens']:,} tokens" if "tokens" in record else f"{record['shape']} cells"
                 title = f"{record['sweep']}, {ranks} ranks, {size}, {record['side']}"
                 print(f"{title}: errors {record['out_error']}, {record['dq_error']}", flush=True)
-    return [found[_key(work.identity(side))] for work in works for side in work.sides]
+    return [recorded[_key(work.identity(method))] for work in works for method in work.sides]
 
 
 def measure_all(order: dict) -> list[dict]:
     """A target of `run_ranks`: measures "works"; rank 0 adds each record, with "facts", to "file"."""
     records = []
-    for given in order["works"]:
-        for record in measure(OverRanks.of(given)):
+    for fields in order["works"]:
+        for record in measure(OverRanks.of(fields)):
             records.append({**record, "environment": order["facts"]})
             if order["file"] and dist.get_rank() == 0:
                 append_lines(records[-1:], Path(order["file"]))
@@ -86,16 +87,16 @@ def measure(work: OverRanks) -> list[dict]:
         has received_forward and received_backward in place of what is sent, and what was counted_ of both.
     """
     q, k, v, dout = _inputs(work)
-    records = {side: work.identity(side) | work.planned(side) for side in work.sides}
-    for side, record in records.items():  # alone: another side's tensors would count as this one's
-        record |= _checked(side, work, _passes(side, work, q, k, v, dout), (q, k, v, dout))
-    passes = {side: _passes(side, work, q, k, v, dout) for side in work.sides}
-    for side, times in _times(passes, work, q.device).items():
-        records[side] |= times
-    for side, record in records.items():  # after single calls, whose clocks it would lower, and before any trace
-        record |= _sustained(passes[side][: 1 + work.backward], record, work, q.device)
-    for side, record in records.items():
-        for name, run in zip(("forward", "backward"), passes[side], strict=True):  # one backward for each forward
+    records = {method: work.identity(method) | work.planned(method) for method in work.sides}
+    for method, record in records.items():  # alone: another side's tensors would count as this one's
+        record |= _checked(method, work, _passes(method, work, q, k, v, dout), (q, k, v, dout))
+    passes = {method: _passes(method, work, q, k, v, dout) for method in work.sides}
+    for method, times in _times(passes, work, q.device).items():
+        records[method] |= times
+    for method, record in records.items():  # after single calls, whose clocks it would lower, and before any trace
+        record |= _sustained(passes[method][: 1 + work.backward], record, work, q.device)
+    for method, record in records.items():
+        for name, run in zip(("forward", "backward"), passes[method], strict=True):  # one backward for each forward
             traced = _traced(run, q.device) if name == "forward" or work.backward else NOT_TRACED
             record |= {f"{what}_{name}": value for what, value in traced.items()}
     return list(records.values())
@@ -114,10 +115,10 @@ def _inputs(work: OverRanks) -> list[Tensor | None]:
     return [*(x.requires_grad_(work.backward) for x in (q, k, v)), *(dout or [None])]
 
 
-def _passes(side: str, work: OverRanks, *inputs: Tensor | None) -> tuple[Pass, Pass]:
+def _passes(method: str, work: OverRanks, *inputs: Tensor | None) -> tuple[Pass, Pass]:
     # The forward keeps its output for the backward after it, which drops it.
-    *given, dout = inputs
-    (attend, leaves), graph = work.attention(side, *given), []
+    *qkv, dout = inputs
+    (attend, leaves), graph = work.attention(method, *qkv), []
 
     def output() -> Tensor:
         graph.clear()
@@ -127,40 +128,41 @@ def _passes(side: str, work: OverRanks, *inputs: Tensor | None) -> tuple[Pass, P
     return output, lambda: torch.autograd.grad(graph.pop(), leaves, dout)
 
 
-def _checked(side: str, work: OverRanks, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
+def _checked(method: str, work: OverRanks, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
     # The first call compiles; the second one's memory is looked at, and its bytes and results.
-    device, found = inputs[0].device, {"peak_bytes": None, "out_error": None, "dq_error": None}
+    device, record = inputs[0].device, {"peak_bytes": None, "out_error": None, "dq_error": None}
     for _ in range(2):
         out, grads = None, ()
         if device.type == "cuda":
             begin_peak(device)
-        with counted() as there:
+        with counted() as forward_traffic:
             out = passes[0]().detach()
-        with counted() as back:
+        with counted() as backward_traffic:
             grads = passes[1]() if work.backward else ()
     if device.type == "cuda":
-        found["peak_bytes"] = int(max(_from_ranks(float(torch.cuda.max_memory_allocated()), device)))
-    for name, total in (("forward", there), ("backward", back)) if work.kind.COUNTS_BYTES else ():
-        found[f"counted_{name}"] = int(max(_from_ranks(float(total["received"]), device)))
-    errors = work.errors(side, [x if x is None else x.detach() for x in inputs], out, grads)
+        record["peak_bytes"] = int(max(_from_ranks(float(torch.cuda.max_memory_allocated()), device)))
+    for name, total in (("forward", forward_traffic), ("backward", backward_traffic)) if work.kind.COUNTS_BYTES else ():
+        record[f"counted_{name}"] = int(max(_from_ranks(float(total["received"]), device)))
+    errors = work.errors(method, [x if x is None else x.detach() for x in inputs], out, grads)
     if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
-        raise ArithmeticError(f"{side} of {work} is off by more than rounding: {errors}")
-    return found | {f"{name}_error": error for name, error in errors.items()}
+        raise ArithmeticError(f"{method} of {work} is off by more than rounding: {errors}")
+    return record | {f"{name}_error": error for name, error in errors.items()}
 
 
 def _times(passes: dict[str, tuple[Pass, Pass]], work: OverRanks, device: torch.device) -> dict[str, dict]:
-    samples = {side: {"forward": [], "backward": []} for side in passes}
+    samples = {method: {"forward": [], "backward": []} for method in passes}
     for n in range(WARM_UP + work.repetitions):
-        for side, calls in passes.items():
-            for name, call in list(zip(samples[side], calls, strict=True))[: 1 + work.backward]:
+        for method, calls in passes.items():
+            for name, call in list(zip(samples[method], calls, strict=True))[: 1 + work.backward]:
                 _meet(device)
                 started = time.perf_counter()
                 call()
                 wait(device)
-                samples[side][name] += [(time.perf_counter() - started) * 1e3] if n >= WARM_UP else []
+                samples[method][name] += [(time.perf_counter() - started) * 1e3] if n >= WARM_UP else []
     return {
-        side: _over_ranks("forward", own["forward"], device) | _over_ranks("backward", own["backward"], device)
-        for side, own in samples.items()
+        method: _over_ranks("forward", by_pass["forward"], device)
+        | _over_ranks("backward", by_pass["backward"], device)
+        for method, by_pass in samples.items()
     }
 
 
@@ -170,8 +172,8 @@ def _over_ranks(name: str, own_ms: list[float], device: torch.device) -> dict[st
         return {f"{name}_samples_ms": [], f"{name}_ms": None, f"{name}_by_rank_ms": None}
     slowest = torch.tensor(own_ms, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    found = {f"{name}_samples_ms": slowest.tolist(), f"{name}_ms": statistics.median(slowest.tolist())}
-    return found | {f"{name}_by_rank_ms": _from_ranks(statistics.median(own_ms), device)}
+    times = {f"{name}_samples_ms": slowest.tolist(), f"{name}_ms": statistics.median(slowest.tolist())}
+    return times | {f"{name}_by_rank_ms": _from_ranks(statistics.median(own_ms), device)}
 
 
 def _sustained(calls: Sequence[Pass], single: dict, work: OverRanks, device: torch.device) -> dict:
@@ -181,9 +183,9 @@ def _sustained(calls: Sequence[Pass], single: dict, work: OverRanks, device: tor
     call_ms = single["forward_ms"] + (single["backward_ms"] or 0.0)  # of the slowest rank: the same on all
     count = math.ceil(work.sustained_seconds / WARM_WINDOWS * 1e3 / call_ms)
     _meet(device)
-    (own,) = back_to_back([lambda: [call() for call in calls]], device, calls=[count])
-    told = {f"{name}_by_rank": _from_ranks(own.get(name), device) for name in names}
-    return _over_ranks("sustained", own["windows_ms"], device) | told
+    (timing,) = back_to_back([lambda: [call() for call in calls]], device, calls=[count])
+    by_rank = {f"{name}_by_rank": _from_ranks(timing.get(name), device) for name in names}
+    return _over_ranks("sustained", timing["windows_ms"], device) | by_rank
 
 
 def _meet(device: torch.device) -> None:
@@ -193,10 +195,10 @@ def _meet(device: torch.device) -> None:
 
 
 def _from_ranks(value: float | None, device: torch.device) -> list[float | None]:
-    own = torch.tensor([math.nan if value is None else value], device=device, dtype=torch.float64)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own)
-    return [None if one.isnan() else one.item() for one in every]
+    local = torch.tensor([math.nan if value is None else value], device=device, dtype=torch.float64)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return [None if scalar.isnan() else scalar.item() for scalar in gathered]
 
 
 def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | None] | None]:
@@ -210,11 +212,11 @@ def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | N
         run()
         wait(device)
     kernels = (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    own = exchange_of((event.name, event.time_range.start, event.time_range.end) for event in kernels)
-    took, hidden, begins = (_from_ranks(value, device) for value in own or (None, None, None))
-    if all(each is None for each in took):
+    exchange = exchange_of((event.name, event.time_range.start, event.time_range.end) for event in kernels)
+    took, hidden, begins = (_from_ranks(value, device) for value in exchange or (None, None, None))
+    if all(ms is None for ms in took):
         return NOT_TRACED
-    longest, least = max(filter(None, took)), min(each for each in hidden if each is not None)
+    longest, least = max(filter(None, took)), min(share for share in hidden if share is not None)
     return {"exchange_ms": longest, "hidden": least, "exchange_begins_ms": begins}
 
 
