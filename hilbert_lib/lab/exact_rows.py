@@ -54,9 +54,9 @@ class SampledRows:
         def rows_of(positions: Tensor) -> Tensor:
             return positions - self._first if slots is None else slots[positions]
 
-        rows, keys = (list(map(rows_of, each)) for each in (self._queries, self._key_positions))
+        rows, keys = (list(map(rows_of, by_head)) for by_head in (self._queries, self._key_positions))
         sampled = [
-            torch.cat([x[0, own, head] for head, own in enumerate(of_heads)])
+            torch.cat([x[0, indices, head] for head, indices in enumerate(of_heads)])
             for x, of_heads, _ in zip(results, (rows, keys, keys), exact, strict=False)
         ]
         return relative_difference(sampled, exact)
@@ -64,19 +64,19 @@ class SampledRows:
     @cached_property
     def _of_queries(self) -> list[Tensor]:
         how = {"first": self._first, "is_causal": self._is_causal}
-        found = [
-            exact_rows(*self._tensors, self._pattern, head=head, queries=own, **how)
-            for head, own in enumerate(self._queries)
+        by_head = [
+            exact_rows(*self._tensors, self._pattern, head=head, queries=positions, **how)
+            for head, positions in enumerate(self._queries)
         ]
-        return list(map(torch.cat, zip(*found, strict=True)))
+        return list(map(torch.cat, zip(*by_head, strict=True)))
 
     @cached_property
     def _of_keys(self) -> list[Tensor]:
-        found = [
-            exact_keys(*self._tensors, self._pattern, kv_head=kv_head, keys=own, is_causal=self._is_causal)
-            for kv_head, own in enumerate(self._key_positions)
+        by_head = [
+            exact_keys(*self._tensors, self._pattern, kv_head=kv_head, keys=positions, is_causal=self._is_causal)
+            for kv_head, positions in enumerate(self._key_positions)
         ]
-        return list(map(torch.cat, zip(*found, strict=True)))
+        return list(map(torch.cat, zip(*by_head, strict=True)))
 
 
 def sampled_positions(pattern: DilatedPattern, length: int, *, kv_head: int, kv_heads: int, count: int) -> Tensor:
@@ -115,7 +115,7 @@ def exact_rows(
     kv_head = head * k.shape[2] // q.shape[2]
     blocks = blocks_of(pattern, queries, k.shape[1], kv_head, k.shape[2], is_causal=is_causal)
     rows = q[0, queries - first, head], dout[0, queries - first, head]
-    _, out, dq, _, _ = from_blocks(*rows, blocks, lambda at: (k[0, at, kv_head], v[0, at, kv_head]))
+    _, out, dq, _, _ = from_blocks(*rows, blocks, lambda keys: (k[0, keys, kv_head], v[0, keys, kv_head]))
     return out, dq
 
 
@@ -135,12 +135,13 @@ def exact_keys(
     dk, dv = torch.zeros(2, len(keys), q.shape[3], dtype=torch.float64, device=q.device)
     for n, key in enumerate(keys.tolist()):
         queries = _attending(pattern, key, q.shape[1], kv_head, kv_heads, is_causal=is_causal).to(q.device)
-        for some in queries.split(QUERIES_AT_ONCE) if len(queries) else ():
-            blocks = blocks_of(pattern, some, k.shape[1], kv_head, kv_heads, is_causal=is_causal)
+        for chunk in queries.split(QUERIES_AT_ONCE) if len(queries) else ():
+            blocks = blocks_of(pattern, chunk, k.shape[1], kv_head, kv_heads, is_causal=is_causal)
             for head in range(kv_head * group, (kv_head + 1) * group):
-                rows = q[0, some, head], dout[0, some, head]
-                found = from_blocks(*rows, blocks, lambda at: (k[0, at, kv_head], v[0, at, kv_head]))
-                named, _, _, dk_rows, dv_rows = found
+                rows = q[0, chunk, head], dout[0, chunk, head]
+                named, _, _, dk_rows, dv_rows = from_blocks(
+                    *rows, blocks, lambda positions: (k[0, positions, kv_head], v[0, positions, kv_head])
+                )
                 dk[n] += dk_rows[named == key][0]
                 dv[n] += dv_rows[named == key][0]
     return dk, dv
@@ -161,8 +162,8 @@ def from_blocks(
         scores.append(products.masked_fill(~attends, -torch.inf))
         highest[rows] = highest[rows].maximum(scores[-1].detach().amax(-1))
     total, out = torch.zeros_like(highest), q * 0
-    for (rows, keys, _), each in zip(blocks, scores, strict=True):
-        weights = (each - highest[rows, None]).exp()
+    for (rows, keys, _), block_scores in zip(blocks, scores, strict=True):
+        weights = (block_scores - highest[rows, None]).exp()
         total = total.index_add(0, rows, weights.sum(-1))
         out = out.index_add(0, rows, weights @ v[torch.searchsorted(named, keys)])
     out = out / torch.where(total > 0, total, 1.0)[:, None]
@@ -183,11 +184,11 @@ def blocks_of(
         return [_block_of_window(pattern, queries)]
     if isinstance(pattern, DilatedPattern):
         return _blocks_of_branches(pattern, queries, **how)
-    every = torch.arange(length, device=queries.device)
+    all_keys = torch.arange(length, device=queries.device)
     masks = {"kv_head": head, "kv_heads": heads, "is_causal": is_causal}
     blocks = []
     for part in pattern.head_parts(head, heads):
-        attends = pattern.mask(part, queries, every, **masks)
+        attends = pattern.mask(part, queries, all_keys, **masks)
         keys = attends.any(0).nonzero()[:, 0]
         blocks.append((torch.arange(len(queries), device=queries.device), keys, attends[:, keys]))
     return [block for block in blocks if len(block[1])]
@@ -229,19 +230,19 @@ def _attending(pattern: Pattern, key: int, length: int, head: int, heads: int, *
         return pattern.queries(key)
     if isinstance(pattern, DilatedPattern):
         return _attending_in_branches(pattern, key, **how)
-    every, own = torch.arange(length, device="cpu"), torch.tensor([key], device="cpu")
+    all_queries, key_position = torch.arange(length, device="cpu"), torch.tensor([key], device="cpu")
     masks = {"kv_head": head, "kv_heads": heads, "is_causal": is_causal}
-    seen = [pattern.mask(part, every, own, **masks)[:, 0] for part in pattern.head_parts(head, heads)]
-    return torch.stack(seen).any(0).nonzero()[:, 0]
+    attends = [pattern.mask(part, all_queries, key_position, **masks)[:, 0] for part in pattern.head_parts(head, heads)]
+    return torch.stack(attends).any(0).nonzero()[:, 0]
 
 
 def _attending_in_branches(
     pattern: DilatedPattern, key: int, *, length: int, head: int, heads: int, is_causal: bool
 ) -> Tensor:
-    found = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    queries = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for branch in pattern.head_branches(head, heads):
         (w, r), offset = pattern.branches[branch], pattern.offset(branch, head, heads)
         if key % w % r == offset:
             start = key if is_causal else key // w * w + offset
-            found.append(torch.arange(start, min(key // w * w + w, length), r, device="cpu"))
-    return torch.cat(found).unique()
+            queries.append(torch.arange(start, min(key // w * w + w, length), r, device="cpu"))
+    return torch.cat(queries).unique()

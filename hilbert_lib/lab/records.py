@@ -41,7 +41,7 @@ def append_records(records: Sequence[Measurement | Comparison], output_dir: str 
     """Add what `measure` and `compare_paired` returned to a folder's results.jsonl; an empty name writes nothing."""
     if output_dir and records:
         facts = environment()
-        append_lines([{**each.record(), "environment": facts} for each in records], Path(output_dir) / RESULTS)
+        append_lines([{**timing.record(), "environment": facts} for timing in records], Path(output_dir) / RESULTS)
 
 
 def append_lines(lines: Sequence[dict], path: Path) -> None:
@@ -128,9 +128,9 @@ def _renamed_side(side: dict) -> dict:
     name, work = side.get("name"), side.get("parameters", {})
     if not isinstance(name, str) or "branches" not in work:  # of grids both kinds have had two names
         return side
-    branches = [tuple(map(int, each.split(":"))) for each in work["branches"].split()]
-    backend, comma, more = name.partition(",")  # "triton, deterministic"
-    return {**side, "name": f"hopper{comma}{more}"} if backend == "triton" and _ran_hopper(branches, work) else side
+    branches = [tuple(map(int, branch.split(":"))) for branch in work["branches"].split()]
+    backend, comma, options = name.partition(",")  # "triton, deterministic"
+    return {**side, "name": f"hopper{comma}{options}"} if backend == "triton" and _ran_hopper(branches, work) else side
 
 
 def _renamed_point(record: dict) -> dict:
@@ -149,7 +149,7 @@ def _renamed_point(record: dict) -> dict:
         **record,
         "point": {**point, "sides": [renamed(name) for name in point["sides"]]},
         "outcomes": {renamed(name): outcome for name, outcome in record["outcomes"].items()},
-        "records": [_renamed(each) for each in record["records"]],
+        "records": [_renamed(measurement) for measurement in record["records"]],
     }
 
 
@@ -191,9 +191,9 @@ def measured_before(output_dir: str | Path, file: str = RESULTS) -> list[dict]:
     """The lines of a results.jsonl, or another file, of this code on this hardware: they are not measured again."""
     if not output_dir or not has_records(path := Path(output_dir) / file):
         return []
-    here = itemgetter(*MACHINE)(environment())
-    known = ((each, each.get("environment") or {}) for each in read_records(path))
-    return [each for each, made in known if tuple(map(made.get, MACHINE)) == here]
+    machine = itemgetter(*MACHINE)(environment())
+    described = ((record, record.get("environment") or {}) for record in read_records(path))
+    return [record for record, facts in described if tuple(map(facts.get, MACHINE)) == machine]
 
 
 class Kept:
@@ -296,13 +296,13 @@ def compare_runs(*folders: str | Path) -> "pd.DataFrame":
     if len(folders) < 2:
         raise ValueError(f"two runs or more are compared, got {len(folders)}")
     runs = [_read_run(Path(folder)) for folder in folders]
-    hardware = [{each["environment"]["hardware"] for each in run} for run in runs]
-    for folder, found in zip(folders, hardware, strict=True):
-        if len(found) > 1:
-            raise ValueError(f"a run must be of one hardware, got {' and '.join(sorted(found))} in {folder}")
+    hardware = [{record["environment"]["hardware"] for record in run} for run in runs]
+    for folder, run_hardware in zip(folders, hardware, strict=True):
+        if len(run_hardware) > 1:
+            raise ValueError(f"a run must be of one hardware, got {' and '.join(sorted(run_hardware))} in {folder}")
     everywhere = set().union(*hardware)
     is_one = len(everywhere) == 1
-    samples = [[row for each in run for row in _rows(each, is_one)] for run in runs]
+    samples = [[row for record in run for row in _rows(record, is_one)] for run in runs]
     if not all(samples):
         names = " and ".join(sorted(everywhere))
         raise ValueError(f"runs on different hardware ({names}) are compared by their pairs, and one has none")
@@ -316,7 +316,7 @@ def _read_run(folder: Path) -> list[dict]:
     records = []
     for path in paths:
         if not any(part.startswith(".") or part.endswith(FAILED) for part in path.relative_to(folder).parts):
-            records += [each for each in read_records(path) if each.get("kind") in TIMED]
+            records += [record for record in read_records(path) if record.get("kind") in TIMED]
     if not records:
         raise ValueError(
             f"no measurements: {folder} has none in any {RESULTS} below it; counters and the runs of rings are others"

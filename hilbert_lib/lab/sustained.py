@@ -33,7 +33,7 @@ def back_to_back(runs: Sequence[Callable[[], object]], device: torch.device, *, 
     10
     """
     host, warm = [_host_ms(run, device) for run in runs], -(-WARM_WINDOWS // len(runs))
-    with _watch(device) as seen:
+    with _watch(device) as readings:
         marks, began = [_mark(device)], time.perf_counter()
         for _ in range(warm + WINDOWS):
             for run, count in zip(runs, calls, strict=True):
@@ -47,13 +47,13 @@ def back_to_back(runs: Sequence[Callable[[], object]], device: torch.device, *, 
         ends = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
     else:
         ends = [mark - marks[0] for mark in marks]
-    found = []
-    for at, count in enumerate(calls):
-        own = [(ends[n], ends[n + 1]) for n in range(warm * len(runs) + at, len(ends) - 1, len(runs))]
-        windows_ms = [(end - start) / count * 1e3 for start, end in own]
-        told = _told([(began + start, began + end) for start, end in own], seen, calls=count * WINDOWS)
-        found.append({"windows_ms": windows_ms, "warmup": warm * count, "host": host[at]} | told)
-    return found
+    timings = []
+    for index, count in enumerate(calls):
+        spans = [(ends[n], ends[n + 1]) for n in range(warm * len(runs) + index, len(ends) - 1, len(runs))]
+        windows_ms = [(end - start) / count * 1e3 for start, end in spans]
+        of_gpu = _told([(began + start, began + end) for start, end in spans], readings, calls=count * WINDOWS)
+        timings.append({"windows_ms": windows_ms, "warmup": warm * count, "host": host[index]} | of_gpu)
+    return timings
 
 
 def seconds_of_a_call(run: Callable[[], object], device: torch.device, alone: float) -> float:
@@ -95,9 +95,9 @@ def _mark(device: torch.device) -> torch.cuda.Event | float:
 @contextmanager
 def _watch(device: torch.device) -> Iterator[list[tuple]]:
     # While it is open a thread looks at the GPU: the host's clock, joules so far, MHz, degrees, bits of reasons.
-    seen, is_over = [], Event()
+    readings, is_over = [], Event()
     if device.type != "cuda":
-        yield seen
+        yield readings
         return
     pynvml.nvmlInit()
     # By UUID: NVML counts GPUs that CUDA_VISIBLE_DEVICES hides.
@@ -106,30 +106,30 @@ def _watch(device: torch.device) -> Iterator[list[tuple]]:
     def look() -> None:
         with suppress(pynvml.NVMLError):  # a GPU that tells no energy tells nothing here
             while not is_over.wait(WATCH_SECONDS):
-                joules, now = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3, time.perf_counter()
+                joules, host_time = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3, time.perf_counter()
                 mhz = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
                 celsius = pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)
-                seen.append((now, joules, mhz, celsius, pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)))
+                readings.append((host_time, joules, mhz, celsius, pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)))
 
     watcher = Thread(target=look, daemon=True)
     watcher.start()
     try:
-        yield seen
+        yield readings
     finally:
         is_over.set()
         watcher.join()
 
 
-def _told(windows: list[tuple[float, float]], seen: list[tuple], *, calls: int) -> dict[str, float | str]:
+def _told(windows: list[tuple[float, float]], readings: list[tuple], *, calls: int) -> dict[str, float | str]:
     # What the looks inside these windows of the host's clock say, once each has settled; nothing where there was none,
     # or where they ended before the windows.
     settled = [(start + min(SETTLE_SECONDS, (end - start) / 2), end) for start, end in windows]
-    inside = [look for look in seen if any(start <= look[0] <= end for start, end in settled)]
-    if not inside or seen[-1][0] < windows[-1][1]:
+    inside = [look for look in readings if any(start <= look[0] <= end for start, end in settled)]
+    if not inside or readings[-1][0] < windows[-1][1]:
         return {}
-    times, joules, *_ = zip(*seen, strict=True)
+    times, joules, *_ = zip(*readings, strict=True)
     watts = np.diff(np.interp(settled, times, joules), axis=1).sum() / np.diff(settled).sum()
     _, _, mhz, celsius, bits = zip(*inside, strict=True)
-    held_by = [name for name, mask in REASONS.items() if sum(bool(each & mask) for each in bits) * 2 > len(bits)]
-    found = {"mhz": statistics.median(mhz), "celsius": statistics.median(celsius), "held_by": ", ".join(held_by)}
-    return found | {"watts": float(watts), "joules": float(watts * np.diff(windows).sum() / calls)}
+    held_by = [name for name, mask in REASONS.items() if sum(bool(reasons & mask) for reasons in bits) * 2 > len(bits)]
+    summary = {"mhz": statistics.median(mhz), "celsius": statistics.median(celsius), "held_by": ", ".join(held_by)}
+    return summary | {"watts": float(watts), "joules": float(watts * np.diff(windows).sum() / calls)}

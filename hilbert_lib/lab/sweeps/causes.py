@@ -47,18 +47,18 @@ def rebuild_printed(
     device: without a GPU torch's CPU kernels stand for the method. shorter: divides lengths and segments. RuntimeError:
     why a process failed.
     """
-    kept, records = Kept(output_dir, _key), []
+    store, records = Kept(output_dir, _key), []
     for name in printed:
         work = {"printed": one_of("printed", name, tuple(PRINTED)), **PRINTED[name], "device": str(device)}
         work["segment"] = max(work["rate"], work["segment"] // shorter)
         work["length"] = work["segment"] * (PRINTED[name]["length"] // PRINTED[name]["segment"])
         work["has_kernel"] = name == "7.95" and torch.device(device).type == "cuda"  # 001 and 004 are made of torch's
         for last in (COLD, KERNELS, ALL) if work["has_kernel"] else (COLD, ALL):
-            if _key(work | {"cause": last}) not in kept.known:
-                ending = run_isolated(f"{__name__}:in_process", [work, last], seconds=120, on_record=kept.add)
+            if _key(work | {"cause": last}) not in store.known:
+                ending = run_isolated(f"{__name__}:in_process", [work, last], seconds=120, on_record=store.add)
                 if ending.status != "ok":
                     raise RuntimeError(f"{name}x, {last}: {ending.status}, {ending.cause}")
-        records += [kept.known[key] for each in CAUSES if (key := _key(work | {"cause": each})) in kept.known]
+        records += [store.known[key] for cause in CAUSES if (key := _key(work | {"cause": cause})) in store.known]
     return records
 
 
@@ -69,11 +69,14 @@ def cause_table(records: Sequence[dict]) -> "pd.DataFrame":
     """
     import pandas as pd
 
-    rows = [each for each in records if each.get("kind") == "cause"]
+    rows = [record for record in records if record.get("kind") == "cause"]
     table = pd.DataFrame(rows, columns=["document", "printed", "cause", "ratio", "output_difference"])
     table["claim"] = table.printed.astype(str) + "x, document " + table.document.astype(str)
-    table["low"], table["high"] = np.array([each["interval"] or [each["ratio"]] * 2 for each in rows]).reshape(-1, 2).T
-    calls = [(each["standard_ms"][0] - each["hilbert_ms"][0]) / (each["ms"][0] - each["ms"][1]) for each in rows]
+    intervals = [record["interval"] or [record["ratio"]] * 2 for record in rows]
+    table["low"], table["high"] = np.array(intervals).reshape(-1, 2).T
+    calls = [
+        (record["standard_ms"][0] - record["hilbert_ms"][0]) / (record["ms"][0] - record["ms"][1]) for record in rows
+    ]
     return table.assign(printed=table.printed.astype(float), calls=np.where(table.cause == FIRST, calls, np.nan))
 
 
@@ -87,9 +90,9 @@ def finding(table: "pd.DataFrame", source: str) -> str:
     """A title of two lines: the fair ratios, with their source, and for each printed one the nearest cause alone."""
     fair, alone = table[table.cause == FAIR].ratio, table[~table.cause.isin([FAIR, ALL])]
     near = alone.assign(off=np.log(alone.ratio / alone.printed).abs()).sort_values("off").drop_duplicates("claim")
-    each = (f"{row.printed}x: {row.cause} {row.ratio:.3g}" for row in near.sort_index().itertuples())
-    told = " to ".join(dict.fromkeys(f"{end:.2f}" for end in (fair.min(), fair.max())))
-    return f"A fair ratio is {told} ({source})\nAlone nearest to {', '.join(each)}"
+    nearest = (f"{row.printed}x: {row.cause} {row.ratio:.3g}" for row in near.sort_index().itertuples())
+    fair_range = " to ".join(dict.fromkeys(f"{end:.2f}" for end in (fair.min(), fair.max())))
+    return f"A fair ratio is {fair_range} ({source})\nAlone nearest to {', '.join(nearest)}"
 
 
 def in_process(work: dict, last: str) -> Iterator[dict]:
@@ -100,13 +103,13 @@ def in_process(work: dict, last: str) -> Iterator[dict]:
         if work["has_kernel"]:
             import hilbert_lib.lab.seed_kernel  # noqa: F401  a script imports before it times
         sides, clock = sides_of_cause(work, last), partial(_ms, work["device"])
-        cold = [[clock(side, waits=last != ALL) for _ in range(CALLS)] for side in sides]
+        cold = [[clock(call, waits=last != ALL) for _ in range(CALLS)] for call in sides]
         for cause in (FAIR, CODE, KEYS, QUERIES, CLOCK) if last == COLD else ():
             if (cause == QUERIES and work["has_kernel"]) or (cause == CLOCK and work["device"] == "cpu"):
                 continue  # the kernel leaves no query out, and a CPU has nothing to wait for
             pair = sides_of_cause(work, cause)
-            [clock(side) for side in pair * 2]  # warm-up
-            times = np.array([[clock(side, waits=cause != CLOCK) for side in pair] for _ in range(PAIRS)])
+            [clock(call) for call in pair * 2]  # warm-up
+            times = np.array([[clock(call, waits=cause != CLOCK) for call in pair] for _ in range(PAIRS)])
             ratios = times[:, 0] / times[:, 1]
             interval = interval_of(resampled_medians(ratios, np.random.default_rng(SEED)))
             yield _record(work, cause, pair, times.T.tolist(), float(np.median(ratios)), interval)
@@ -122,12 +125,12 @@ def sides_of_cause(work: dict, cause: str) -> tuple[Callable[[], Tensor], Callab
     q, k, v = (torch.randn(1, length, work["heads"], 64, generator=generator, device=device) for _ in range(3))
     orders = (order.to(device) for order in (Ordering.linear(length), Ordering.from_curve("hilbert", length)))
     linear, curve = ([order.apply(k, dim=1), order.apply(v, dim=1), order.inverse.int()] for order in orders)
-    own = by_kernel if work["has_kernel"] else at_once
+    attend = by_kernel if work["has_kernel"] else at_once
     # Rows that are dilated go to a core that dilates again, and q with k and v: so documents 002 to 004 have it.
     step = min(rate * rate, segment) if cause in (KEYS, ALL) else rate
-    every = rate if cause in (QUERIES, ALL) and not work["has_kernel"] else 1
-    first = {CODE: by_loop, ALL: by_loop, KERNELS: partial(by_kernel, has_table=False)}.get(cause, own)
-    return partial(first, q, *linear, segment, rate, 1), partial(own, q, *curve, segment, step, every)
+    query_step = rate if cause in (QUERIES, ALL) and not work["has_kernel"] else 1
+    first = {CODE: by_loop, ALL: by_loop, KERNELS: partial(by_kernel, has_table=False)}.get(cause, attend)
+    return partial(first, q, *linear, segment, rate, 1), partial(attend, q, *curve, segment, step, query_step)
 
 
 def by_loop(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, segment: int, step: int, every: int) -> Tensor:
@@ -171,6 +174,6 @@ def _ms(device: str, call: Callable[[], Tensor], *, waits: bool = True) -> float
 
 
 def _record(work: dict, cause: str, sides: tuple, samples: list, ratio: float, interval: tuple | None = None) -> dict:
-    found = {"standard_ms": samples[0], "hilbert_ms": samples[1], "ratio": ratio, "interval": interval}
+    timings = {"standard_ms": samples[0], "hilbert_ms": samples[1], "ratio": ratio, "interval": interval}
     apart = relative_difference([sides[1]()], [sides[0]()])
-    return {**work, "kind": "cause", "cause": cause, **found, "output_difference": apart}
+    return {**work, "kind": "cause", "cause": cause, **timings, "output_difference": apart}
