@@ -92,13 +92,13 @@ def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
     """The sides of a point, ready to be timed: each with its error, bytes of a call at its highest point (its inputs
     apart), and about the seconds of a call."""
     work = _work(point)
-    for name in point["sides"]:
-        side = work.side(name, partial(by_backend, name), point["direction"], sweep=SWEEP)
-        error = side.error(side.run())  # this call compiles, and keeps its tables
+    for backend in point["sides"]:
+        call = work.side(backend, partial(by_backend, backend), point["direction"], sweep=SWEEP)
+        error = call.error(call.run())  # this call compiles, and keeps its tables
         began = []  # when the call did: `measure_peak` collects garbage before it
-        peak = measure_peak(lambda began=began, side=side: (began.append(time.perf_counter()), side.run()), work.device)
+        peak = measure_peak(lambda began=began, call=call: (began.append(time.perf_counter()), call.run()), work.device)
         seconds = time.perf_counter() - began[0]
-        yield Case(name, side.run, side.parameters, error, side.useful_flop, side.useful_bytes), peak, seconds
+        yield Case(backend, call.run, call.parameters, error, call.useful_flop, call.useful_bytes), peak, seconds
 
 
 def measure_attention(point: dict) -> Iterator[dict]:
@@ -109,8 +109,8 @@ def measure_attention(point: dict) -> Iterator[dict]:
     if len(point["sides"]) == 1:
         alone = time_cases(first, device=device, took=first_seconds)
         yield alone.record() | {"peak_bytes": (first_peak,), "output_difference": None}
-    for other, peak, seconds in cases:
-        pair = time_cases(first, other, device=device, took=first_seconds + seconds)
+    for rival, peak, seconds in cases:
+        pair = time_cases(first, rival, device=device, took=first_seconds + seconds)
         yield pair.record() | {"peak_bytes": (first_peak, peak), "output_difference": None}
 
 
@@ -174,18 +174,20 @@ def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
         speeds = side_table(records, SWEEP).eval("iqr_ms = high_ms - low_ms") if records else pd.DataFrame({"name": []})
         pairs = [record for record in records if "a" in record]
         ratios = ratio_table(pairs, SWEEP) if pairs else pd.DataFrame({"b": []})
-        for side, outcome in line["outcomes"].items():
-            row = {"length": point["length"], "direction": point["direction"], "backend": side, **outcome}
-            for found in speeds[speeds.name == side].to_dict("records") + ratios[ratios.b == side].to_dict("records"):
-                row |= {name: value for name, value in found.items() if name in OUTCOME}
+        for backend, outcome in line["outcomes"].items():
+            row = {"length": point["length"], "direction": point["direction"], "backend": backend, **outcome}
+            for speed in speeds[speeds.name == backend].to_dict("records") + ratios[ratios.b == backend].to_dict(
+                "records"
+            ):
+                row |= {name: value for name, value in speed.items() if name in OUTCOME}
             yield point, row
 
 
 def _work(point: dict) -> Workload:
     if not point.keys() >= set(POINT_KEYS):
         raise ValueError(f"points must have {', '.join(POINT_KEYS)}, as attention_points gives them; got {point!r}")
-    for side in point["sides"]:
-        if side not in BACKENDS:
-            raise ValueError(f"points must have sides of {', '.join(BACKENDS)}; got {side!r}")
+    for backend in point["sides"]:
+        if backend not in BACKENDS:
+            raise ValueError(f"points must have sides of {', '.join(BACKENDS)}; got {backend!r}")
     sizes = {name: point[name] for name in ("length", "heads", "head_dim", "is_causal", "dtype")}
     return Workload(DilatedPattern(**point["pattern"]), device=torch.device(point["device"]), **sizes)

@@ -100,10 +100,10 @@ class SafeBenchmarkRunner:
             KeyboardInterrupt: when it is interrupted, after the running process is ended and what it had measured is
                 in the file.
         """
-        kept, lines = self._kept(), []
+        store, lines = self._kept(), []
         for point in points:
             key, refused, tried = self._asked(point)
-            line = kept.known.get(key)
+            line = store.known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
                 if self.path is not None:  # before minutes are spent on what could not be kept
@@ -116,7 +116,7 @@ class SafeBenchmarkRunner:
                 finally:  # an interrupted point is recorded too
                     _conclude(line, tried, before)
                     try:
-                        line = kept.add(line)
+                        line = store.add(line)
                     except OSError:  # who watches sees what could not be written
                         on_point(line, False)
                         raise
@@ -192,7 +192,7 @@ def is_failure(outcome: dict) -> bool:
 
 def _paired(records: list[dict]) -> dict[str, bool]:
     # Of each side that was measured, whether beside another.
-    return {side["name"]: "a" in record for record in records for side in sides_of(record)}
+    return {timing["name"]: "a" in record for record in records for timing in sides_of(record)}
 
 
 def _outcome(status: str, cause: str = "", *, paired: bool = False) -> dict:
@@ -202,7 +202,7 @@ def _outcome(status: str, cause: str = "", *, paired: bool = False) -> dict:
 def _conclude(line: dict, tried: list[str], before: list[dict]) -> None:
     # No side is lost that was measured before.
     lost = _paired(before).keys() - _paired(line["records"]).keys()
-    line["records"] = [each for each in before if lost & _paired([each]).keys()] + line["records"]
+    line["records"] = [record for record in before if lost & _paired([record]).keys()] + line["records"]
     paired = _paired(line["records"])
     together = line["attempts"][0] if len(tried) > 1 and line["attempts"] else {"status": "ok"}
     is_lost = together["status"] != "ok"

@@ -45,12 +45,12 @@ def layout_ratios(records: Records, *, order: str = "hilbert", where: str = "") 
     # The documents' sizes hold rows of 64 elements in bfloat16, all heads of a token side by side.
     sizes = ratios(records, sweep="claims", where=f"pair == '{LAYOUTS}'")
     sizes = sizes.assign(work="whole sequence", queries=0, row_bytes=2 * sizes.head_dim)
-    every = pd.concat([_layouts(records), sizes], ignore_index=True)
+    pairs = pd.concat([_layouts(records), sizes], ignore_index=True)
     if order == "best":
-        every = every[every.rival != NO_TABLE]
-        cases = every.loc[every.groupby(CASE).value.idxmax()]
+        pairs = pairs[pairs.rival != NO_TABLE]
+        cases = pairs.loc[pairs.groupby(CASE).value.idxmax()]
     else:
-        cases = every[every.rival == order]
+        cases = pairs[pairs.rival == order]
     cases = cases[[*CASE, *INTERVAL, "rival"]]
     return (cases.query(where) if where else cases).reset_index(drop=True)
 
@@ -95,8 +95,8 @@ def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:
     fused = fused_name(speeds.name)
     pairs = ratios(records, sweep="backends", where=f"rival == '{fused}' and {work}").sort_values("value")
     nearest = pairs.drop_duplicates(case)[[*case, "base", *INTERVAL]].rename(columns={"base": "other"})
-    own = speeds[speeds.name == fused].merge(nearest, on=case)
-    return own.merge(speeds, left_on=[*case, "other"], right_on=[*case, "name"], suffixes=("", "_other"))
+    fused_rows = speeds[speeds.name == fused].merge(nearest, on=case)
+    return fused_rows.merge(speeds, left_on=[*case, "other"], right_on=[*case, "name"], suffixes=("", "_other"))
 
 
 def nearest_backends(choices: Records, records: Records) -> pd.DataFrame:
@@ -118,8 +118,8 @@ def growth(records: Records) -> pd.DataFrame:
     """
     # Not `layout_ratios`: at the documents' sizes the heads of a token lie side by side, which is another layout.
     table, cases = ratios(records, sweep="layouts", where="rival == 'hilbert'"), []
-    for along, other in (("dilation", "length"), ("length", "dilation")):
-        ends = table.sort_values(along).groupby(["row_bytes", other])[[along, *INTERVAL]]
+    for along, fixed in (("dilation", "length"), ("length", "dilation")):
+        ends = table.sort_values(along).groupby(["row_bytes", fixed])[[along, *INTERVAL]]
         first, last = ends.first(), ends.last()
         grown = quotient(last, first)[first[along] < last[along]].rename_axis(["row_bytes", "at"]).reset_index()
         cases.append(grown.assign(grows_with=along))
@@ -128,15 +128,17 @@ def growth(records: Records) -> pd.DataFrame:
 
 def longest(records: Records, *, asked: int) -> pd.DataFrame:
     """Tokens of the longest sequence of notebook 06 whose forward and backward were checked, over those asked for."""
-    found = ratios(records, sweep="backends").length.max()
-    return counted(pd.DataFrame({"tokens": [asked], "value": [found / asked]}))
+    longest_length = ratios(records, sweep="backends").length.max()
+    return counted(pd.DataFrame({"tokens": [asked], "value": [longest_length / asked]}))
 
 
 def over_base(records: Records, *, base: str, rival: str) -> pd.DataFrame:
     """Time of a base over that of a rival, both timed beside the first backend of their point."""
     table = outcome_table(records).dropna(subset=["ratio"]).rename(columns={"ratio": "value"})
-    its, other = (table[table.backend == name].set_index(["length", "direction"]) for name in (rival, base))
-    return quotient(its, other).dropna().reset_index().assign(base=base)
+    rival_times, base_times = (
+        table[table.backend == name].set_index(["length", "direction"]) for name in (rival, base)
+    )
+    return quotient(rival_times, base_times).dropna().reset_index().assign(base=base)
 
 
 def over_xformers(records: Records) -> pd.DataFrame:
@@ -154,9 +156,9 @@ def loop_over_call(records: Records) -> pd.DataFrame:
     calls = pair_table(committed_records("05_backend_selection"), "pattern cache")
     call_ms = calls[(calls.b == "call") & (calls.what == "Hilbert ordering")].set_index("length").b_ms
     cases = []
-    for each in records:
-        length = each["parameters"]["length"]
-        value, low, high = np.quantile(each["samples_ms"] / call_ms[length], [0.5, 0, 1])
+    for record in records:
+        length = record["parameters"]["length"]
+        value, low, high = np.quantile(record["samples_ms"] / call_ms[length], [0.5, 0, 1])
         cases.append({"length": length, "value": value, "low": low, "high": high})
     return pd.DataFrame(cases)
 
@@ -171,19 +173,19 @@ def pools(records: Records) -> pd.DataFrame:
     """Time under torch's caching allocator over that of another way to hold buffers, and at 8,192 tokens the memory of
     a forward in that way over its.
     """
-    held = _beside_caching(records, is_mixed=False)
-    held = held.assign(tokens=held.lengths.astype(int))
-    at_8k = held[(held.tokens == 8192) & (held.direction == "forward")]
+    table = _beside_caching(records, is_mixed=False)
+    table = table.assign(tokens=table.lengths.astype(int))
+    at_8k = table[(table.tokens == 8192) & (table.direction == "forward")]
     memory = counted(at_8k[["strategy", "tokens"]], at_8k.reserved_bytes / at_8k.reserved_bytes_caching)
-    times = held.rename(columns={"ratio": "value"})
+    times = table.rename(columns={"ratio": "value"})
     cases = pd.concat([times.assign(what="time"), memory.assign(what="memory")], ignore_index=True)
     return cases[["what", "strategy", "direction", "tokens", *INTERVAL]]
 
 
 def memory_of_configurations(records: Records) -> pd.DataFrame:
     """Memory reserved by calls of one length with buffers held in each way, over that under torch's allocator."""
-    held = _beside_caching(records, is_mixed=False)
-    return counted(held[["strategy", "lengths", "direction"]], held.reserved_bytes / held.reserved_bytes_caching)
+    table = _beside_caching(records, is_mixed=False)
+    return counted(table[["strategy", "lengths", "direction"]], table.reserved_bytes / table.reserved_bytes_caching)
 
 
 def saved_by_cache(records: Records) -> pd.DataFrame:
@@ -194,16 +196,16 @@ def saved_by_cache(records: Records) -> pd.DataFrame:
 
 def pool_fragmentation(records: Records) -> pd.DataFrame:
     """GiB reserved and not allocated under torch's caching allocator, less those under another way to hold buffers."""
-    held = _beside_caching(records, is_mixed=True)
-    return counted(held[["strategy", "direction"]], (held.fragmented_bytes_caching - held.fragmented_bytes) / 2**30)
+    table = _beside_caching(records, is_mixed=True)
+    return counted(table[["strategy", "direction"]], (table.fragmented_bytes_caching - table.fragmented_bytes) / 2**30)
 
 
 def _beside_caching(records: Records, *, is_mixed: bool) -> pd.DataFrame:
     # The ways to hold buffers, with columns _caching of torch's allocator; of calls of one length, or of several.
-    held = pool_table(records)
-    held = held[held.lengths.str.contains(" ") == is_mixed]
-    caching = held[held.strategy == "caching"]
-    return held[held.strategy != "caching"].merge(caching, on=["lengths", "direction"], suffixes=("", "_caching"))
+    table = pool_table(records)
+    table = table[table.lengths.str.contains(" ") == is_mixed]
+    caching = table[table.strategy == "caching"]
+    return table[table.strategy != "caching"].merge(caching, on=["lengths", "direction"], suffixes=("", "_caching"))
 
 
 def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame:

@@ -43,7 +43,7 @@ def captured(run: Callable[[], Results], pool: tuple[int, int] | None = None) ->
 
 def pair_table(records: list[dict], sweep: str) -> "pd.DataFrame":
     """`ratio_table` of a sweep that was timed, with the two medians, a_ms and b_ms."""
-    medians = {f"{side}_ms": [record[side]["median_ms"] for record in of_sweep(records, sweep)] for side in "ab"}
+    medians = {f"{letter}_ms": [record[letter]["median_ms"] for record in of_sweep(records, sweep)] for letter in "ab"}
     return ratio_table(records, sweep).assign(**medians)
 
 
@@ -145,17 +145,17 @@ def pool_comparison(
 
     def measure(works: Sequence[Workload], name: str) -> dict:
         with torch.cuda.device(works[0].device):  # pools and graphs are of the current one
-            found = [_watched(each, works, direction) for each in ("caching", name)]
-            (base, serve_base, *base_bytes), (other, serve_other, *other_bytes) = found
-            difference = relative_difference(serve_other(), serve_base())
+            watched = [_watched(strategy, works, direction) for strategy in ("caching", name)]
+            (base, serve_base, *base_bytes), (rival, serve_rival, *rival_bytes) = watched
+            difference = relative_difference(serve_rival(), serve_base())
             how = {"device": works[0].device, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
-            pair = compare_paired(base, other, repetitions=repetitions, **how)
-        allocated, reserved = zip(base_bytes, other_bytes, strict=True)
-        held = {"peak_bytes": allocated, "reserved_bytes": reserved}
-        return pair.record() | {**held, "output_difference": difference}
+            pair = compare_paired(base, rival, repetitions=repetitions, **how)
+        allocated, reserved = zip(base_bytes, rival_bytes, strict=True)
+        memory = {"peak_bytes": allocated, "reserved_bytes": reserved}
+        return pair.record() | {**memory, "output_difference": difference}
 
     def sides(works: Sequence[Workload], name: str) -> tuple[Case, ...]:
-        return tuple(Case(each, None, _pool_parameters(works, direction), 0.0) for each in ("caching", name))
+        return tuple(Case(strategy, None, _pool_parameters(works, direction), 0.0) for strategy in ("caching", name))
 
     points = product(workloads, [name for name in STRATEGIES if name != "caching"])
     return sweep(((sides(*point), partial(measure, *point)) for point in points), output_dir)
@@ -211,14 +211,14 @@ def pool_table(records: list[dict]) -> "pd.DataFrame":
     import pandas as pd
 
     rows = []
-    for record in (each for each in records if "a" in each and each["a"]["parameters"]["sweep"] == "pools"):
-        held = zip(record["peak_bytes"], record["reserved_bytes"], strict=True)
+    for record in (pair for pair in records if "a" in pair and pair["a"]["parameters"]["sweep"] == "pools"):
+        memory = zip(record["peak_bytes"], record["reserved_bytes"], strict=True)
         ratios = (1.0, 1.0, 1.0), (record["ratio"], *record["interval"])
-        for name, (allocated, reserved), ratio in zip("ab", held, ratios, strict=True):
-            side = record[name]
-            row = {"lengths": side["parameters"]["lengths"], "strategy": side["name"], **side["parameters"]}
+        for name, (allocated, reserved), ratio in zip("ab", memory, ratios, strict=True):
+            timing = record[name]
+            row = {"lengths": timing["parameters"]["lengths"], "strategy": timing["name"], **timing["parameters"]}
             row |= {"allocated_bytes": allocated, "reserved_bytes": reserved, "fragmented_bytes": reserved - allocated}
-            row |= {"median_ms": side["median_ms"], "error": side["error"]}
+            row |= {"median_ms": timing["median_ms"], "error": timing["error"]}
             rows.append(row | dict(zip(("ratio", "low", "high"), ratio, strict=True)))
     return pd.DataFrame(rows).drop_duplicates(["lengths", "strategy", "direction"], ignore_index=True)
 
@@ -231,7 +231,7 @@ def table_pairs(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
     for work in works:
         order = Ordering.from_curve("hilbert", work.length).to(work.device)
         tables = division.launches, schedule.tables
-        built = [each.__wrapped__ for each in tables]
+        built = [cached.__wrapped__ for cached in tables]
         build_and_find = {
             "schedule tables": (partial(_schedule_tables, work, *built), partial(_schedule_tables, work, *tables)),
             "Hilbert ordering": (
@@ -248,10 +248,12 @@ def table_pairs(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
 
 
 def _schedule_tables(work: Workload, launches: Callable, tables: Callable) -> Results:
-    ones, sizes = chain(*launches(work.pattern, work.length, work.heads, False)), (work.length, work.heads)
+    all_launches, sizes = chain(*launches(work.pattern, work.length, work.heads, False)), (work.length, work.heads)
     how = *sizes, division.BLOCK, schedule.TILES_TOGETHER, work.device
-    found = [tables(work.pattern, one, *how) for one in ones]
-    return tuple(x for each in found for x in (each.branches, each.offsets, each.branch_ids, each.items, each.classes))
+    built = [tables(work.pattern, launch, *how) for launch in all_launches]
+    return tuple(
+        x for table in built for x in (table.branches, table.offsets, table.branch_ids, table.items, table.classes)
+    )
 
 
 def _whole_call(work: Workload, about: dict) -> Side:
