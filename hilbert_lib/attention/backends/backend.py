@@ -88,18 +88,6 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def of_sequences(forward: Callable, backward: Callable) -> tuple[Forward, Backward]:
-    """The functions of a backend from those that take q, k and v apart and serve no extra keys."""
-
-    def forward_of(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-        return forward(inputs.q, inputs.k, inputs.v, request)
-
-    def backward_of(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> tuple[Tensor, ...]:
-        return backward(dout, inputs.q, inputs.k, inputs.v, out, lse, request)
-
-    return forward_of, backward_of
-
-
 def dense_refusal(q: Tensor, call: Request) -> str:
     """Why no operator under torch's scaled_dot_product_attention serves a call over strided segments, or ""."""
     if call.dropout_p > 0.0:

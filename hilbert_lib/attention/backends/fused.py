@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal, of_sequences
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import limits, schedule
@@ -67,12 +67,12 @@ def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
 
 def _functions(device: torch.device) -> tuple[Forward, Backward]:
     launch = _launch()
-    return of_sequences(launch.forward, launch.backward)
+    return launch.forward, launch.backward
 
 
 def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
     launch = _launch()
-    return of_sequences(launch.forward_on_hopper, launch.backward_on_hopper)
+    return launch.forward_on_hopper, launch.backward_on_hopper
 
 
 def _launch() -> ModuleType:

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from hilbert_lib.attention.documents import check_rows
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import as_asked, as_computed, config_of, launch_arguments, result
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
@@ -23,11 +23,12 @@ from hilbert_lib.attention.triton.start import Start, start
 PLAIN = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`.
 
     Raises ValueError for more keys than the kernels can count.
     """
+    q, k, v, *_ = inputs
     _check_positions(k, "triton")
     if call.cu_seqlens is not None:
         check_rows(call.cu_seqlens, k.shape[1], call.max_seqlen)
@@ -61,16 +62,17 @@ def _no_lse(q: Tensor) -> Tensor:
     return torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
 
 
-def forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
+def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     """The same by the warp-specialised kernels; a tensor that they cannot read is copied once.
 
     The plain kernels compute branches whose rows the copy engine does not reach, and again, where a tile is cut off,
     tiles with a NaN. In an exported program, which serves all lengths, they also compute the lengths that the
     warp-specialised kernels do not serve: elsewhere `hopper.launch.refusal_of_keys` refuses these.
     """
+    q, k, v, *_ = inputs
     _check_positions(k, "hopper")
     if hopper.refusal_of_keys(q, k, call):
-        return forward(q, k, v, call)
+        return forward(inputs, call)
     q, k, v = hopper.as_read(q, k, v)
     lse = _no_lse(q)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
@@ -102,10 +104,9 @@ def forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[T
     return out, lse
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
+    q, k, v, *_ = inputs
     dtype = q.dtype
     q, k, v, dout, out = as_computed(q, k, v, dout, out)
     delta = torch.empty_like(lse)
@@ -122,15 +123,16 @@ def backward(
 
 
 def backward_on_hopper(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v by the warp-specialised kernels. dq is summed in an order that varies.
 
     Where torch asks for determinism, a plain kernel computes dq. With a query_start the plain kernels compute all: the
     others count every row of q from position 0. So they do of branches, and of lengths, as in `forward_on_hopper`.
     """
+    q, k, v, *_ = inputs
     if call.query_start is not None or hopper.refusal_of_keys(q, k, call):
-        return backward(dout, q, k, v, out, lse, call)
+        return backward(dout, inputs, out, lse, call)
     q, k, v, dout = hopper.as_read(q, k, v, dout)
     delta = torch.empty_like(lse)
     given = (q, k, v, dout, lse, delta)

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton import launch
 
 PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))  # of the reference work
@@ -90,8 +90,8 @@ if __name__ == "__main__":
     call = Request(PATTERN, is_causal=causal, scale=1.0)
     out, lse = torch.empty_like(q), torch.empty(1, 16, 65536)
     runs = {
-        "forward": lambda: launch.forward_on_hopper(q, k, v, call),
-        "backward": lambda: launch.backward_on_hopper(dout, q, k, v, out, lse, call),
+        "forward": lambda: launch.forward_on_hopper(Tensors(q, k, v), call),
+        "backward": lambda: launch.backward_on_hopper(dout, Tensors(q, k, v), out, lse, call),
     }
     found = {f"{number} {name}": told(run) for number in ("first", "second") for name, run in runs.items()}
     collected = {"inside": any(collecting), "after": gc.isenabled()}

@@ -132,10 +132,10 @@ def along(tensors, again: bool = False, *, on_hopper: bool = False, **options) -
     if on_hopper:
         forward, backward = launch.forward_on_hopper, launch.backward_on_hopper
     if not again:
-        forward(q, k, v, call)
+        forward(Tensors(q, k, v), call)
     else:
         out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-        backward(dout, q, k, v, out, lse, call)
+        backward(dout, Tensors(q, k, v), out, lse, call)
 
 
 def on_grid(module, again: bool, **options) -> None:

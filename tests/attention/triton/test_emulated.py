@@ -15,7 +15,7 @@ from cases import LAYOUTS, determinism, differentiated, stored
 from cases import drawn as tokens
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton.hopper import division
 
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
@@ -87,8 +87,8 @@ def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str,
     call = Request(case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start)
     sources.starts.clear()
     with determinism(is_deterministic):
-        out, lse = sources.launch.forward_on_hopper(q, k, v, call)
-        grads = sources.launch.backward_on_hopper(dout, q, k, v, out, lse, call)
+        out, lse = sources.launch.forward_on_hopper(Tensors(q, k, v), call)
+        grads = sources.launch.backward_on_hopper(dout, Tensors(q, k, v), out, lse, call)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
 
 
@@ -144,7 +144,8 @@ def test_a_nan_reaches_the_rows_that_attend_to_it(sources, case, place):
     case = case._replace(layout="bshd")
     q, k, v, _ = (x.clone() for x in expected(case)[0])
     v[0, place, 0] = torch.nan
-    found, _ = sources.launch.forward_on_hopper(q, k, v, Request(case.pattern, is_causal=True, scale=case.scale))
+    call = Request(case.pattern, is_causal=True, scale=case.scale)
+    found, _ = sources.launch.forward_on_hopper(Tensors(q, k, v), call)
     sees = oracle.times_seen(case.pattern, range(case.length), case.length, 0, case.kv_heads, True)[:, place] > 0
     assert sees.any()
     assert torch.equal(found[0, :, 0].isnan().all(-1), sees)

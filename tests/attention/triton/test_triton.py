@@ -89,8 +89,9 @@ def by_kernels_and_exactly(pattern: DilatedPattern, tensors: list[torch.Tensor],
     if "ordering" in options:
         k, v = order.apply(k, dim=1), order.apply(v, dim=1)
         call = replace(call, inverse=order.inverse.int().to(DEVICE))
-    out, lse = launch.forward(q, k, v, call)
-    dq, dk, dv = launch.backward(dout, q, k, v, out, lse, call)
+    inputs = Tensors(q, k, v)
+    out, lse = launch.forward(inputs, call)
+    dq, dk, dv = launch.backward(dout, inputs, out, lse, call)
     return (out, lse, dq, order.undo(dk, dim=1), order.undo(dv, dim=1)), expected
 
 
@@ -147,13 +148,13 @@ def test_scores_of_ten_thousand_are_exact_to_the_rounding_of_lse(kernels, head_d
         q[..., 0] = level
         exact = [x.double() for x in (q, k, v)]
         expected, expected_lse = reference.forward(Tensors(*exact), call)
-        out, lse = forward(q, k, v, call)
+        out, lse = forward(Tensors(q, k, v), call)
         assert norms([out], [expected])[0] < ERRORS[dtype] + rounding
         assert (lse - expected_lse).abs().max() < rounding
         if kernels != "decoding":
             # Of dq and dk nothing is asked: equal weights cancel in them but for rounding.
             expected_dv = reference.backward(dout.double(), Tensors(*exact), expected, expected_lse, call)[2]
-            dv = backward(dout, q, k, v, out, lse, call)[2]
+            dv = backward(dout, Tensors(q, k, v), out, lse, call)[2]
             assert norms([dv], [expected_dv])[0] < ERRORS[dtype] + rounding
 
 
@@ -162,7 +163,7 @@ def test_bits_near_the_bound_are_dropped_as_elsewhere():
     length, seed = 16, torch.tensor([288271], device=DEVICE)
     call = Request(DilatedPattern((length,), (1,)), scale=1.0, dropout_p=0.9, seed=seed)
     q, v = torch.zeros(1, length, 1, 16, device=DEVICE), torch.eye(length, device=DEVICE)[None, :, None]
-    out, _ = launch.forward(q, q, v, call)
+    out, _ = launch.forward(Tensors(q, q, v), call)
     assert out[0, 1, 0, 1] == 0
     expected, _ = reference.forward(Tensors(q, q, v), call)
     torch.testing.assert_close(out, expected)
@@ -340,7 +341,7 @@ def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
     q, dout, out = torch.randn(3, 1, 5, 1, 16, device=DEVICE)
     k, v = torch.randn(2, 1, 48, 1, 16, device=DEVICE)
     call = Request(DilatedPattern((24,), (1,)), scale=0.25, query_start=20)
-    grads = launch.backward_on_hopper(dout, q, k, v, out, torch.zeros(1, 1, 5, device=DEVICE), call)
+    grads = launch.backward_on_hopper(dout, Tensors(q, k, v), out, torch.zeros(1, 1, 5, device=DEVICE), call)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
