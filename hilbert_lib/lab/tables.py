@@ -28,16 +28,17 @@ def side_table(records: list[dict], sweep: str) -> "pd.DataFrame":
 
     pooled: dict[str, dict] = {}
     for record in of_sweep(records, sweep):
-        for side, peak in zip(sides_of(record), record["peak_bytes"], strict=True):
-            counts = {"useful_flop": side["useful_flop"], "useful_bytes": side["useful_bytes"]}
-            row = {"name": side["name"], **side["parameters"], **counts, "error": 0.0, "peak_bytes": 0, "samples": []}
-            row = pooled.setdefault(identity_of([side]), row)
-            if "joules" in side:
-                told = {name: side[name] for name in TOLD} | {"mhz": side["sm_clock_mhz"][0]}
-                row.setdefault("told", []).append(told)
-            row["error"] = max(row["error"], side["error"])
+        for timing, peak in zip(sides_of(record), record["peak_bytes"], strict=True):
+            counts = {"useful_flop": timing["useful_flop"], "useful_bytes": timing["useful_bytes"]}
+            totals = {"error": 0.0, "peak_bytes": 0, "samples": []}
+            row = {"name": timing["name"], **timing["parameters"], **counts, **totals}
+            row = pooled.setdefault(identity_of([timing]), row)
+            if "joules" in timing:
+                readings = {name: timing[name] for name in TOLD} | {"mhz": timing["sm_clock_mhz"][0]}
+                row.setdefault("told", []).append(readings)
+            row["error"] = max(row["error"], timing["error"])
             row["peak_bytes"] = max(row["peak_bytes"], peak)
-            row["samples"] += side.get("samples_ms", [])
+            row["samples"] += timing.get("samples_ms", [])
     for row in pooled.values():
         for name, values in pd.DataFrame(row.pop("told", [])).items():
             row[name] = values.median() if pd.api.types.is_numeric_dtype(values) else values.mode().get(0)
@@ -85,7 +86,7 @@ def both_ways(records: list[dict], sweep: str) -> "pd.DataFrame":
     if sweep + BACK_TO_BACK not in ways:
         return pd.DataFrame()
     long, single = side_table(records, sweep + BACK_TO_BACK), side_table(records, sweep)
-    same = ["name", *(name for record in records for side in sides_of(record) for name in side["parameters"])]
+    same = ["name", *(name for record in records for timing in sides_of(record) for name in timing["parameters"])]
     same = [name for name in dict.fromkeys(same) if name in long and name in single and name != "sweep"]
     single = single[[*same, "tflop_per_s"]].rename(columns={"tflop_per_s": "singly"})
     return long.merge(single, on=same, how="left")
@@ -96,8 +97,10 @@ def of_sweep(records: list[dict], sweep: str) -> list[dict]:
     sweeps = [sides_of(record)[0]["parameters"]["sweep"] for record in records]
     if sweep not in sweeps:
         raise ValueError(f"sweep must be one of the records' ({', '.join(sorted(set(sweeps)))}), got {sweep!r}")
-    known = {identity_of(sides_of(each)): each for each, own in zip(records, sweeps, strict=True) if own == sweep}
-    return list(known.values())
+    newest = {
+        identity_of(sides_of(record)): record for record, name in zip(records, sweeps, strict=True) if name == sweep
+    }
+    return list(newest.values())
 
 
 def fused_name(names: Iterable[str]) -> str:

@@ -59,8 +59,9 @@ def used_by_boxes(neighbourhood: Neighbourhood) -> float:
     """The same of boxes of keys that begin where the windows of a box of queries do, at the best sides of a box."""
     computed = []  # pairs of boxes, which along an axis are those of its tiles
     for sides in BOXES[len(neighbourhood.shape)]:
-        seen = (axis_tiles(*of_axis).keys >= 0 for of_axis in zip(neighbourhood.axes, sides, strict=True))
-        computed.append(prod(int((each.sum(1) / side).ceil().sum()) for each, side in zip(seen, sides, strict=True)))
+        reach = (axis_tiles(*of_axis).keys >= 0 for of_axis in zip(neighbourhood.axes, sides, strict=True))
+        tiles = (int((reached.sum(1) / side).ceil().sum()) for reached, side in zip(reach, sides, strict=True))
+        computed.append(prod(tiles))
     return neighbourhood.pairs / (min(computed) * BOX**2)
 
 
@@ -69,8 +70,8 @@ def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USER
     rows = []
     for shape, window in works:
         near = Neighbourhood(tuple(shape), window)
-        made = neighbourhood_orderings(shape)
-        used = {name: used_by_blocks(near, made[name]) for name in ("raster", *COMPACT)} | {
+        orderings = neighbourhood_orderings(shape)
+        used = {name: used_by_blocks(near, orderings[name]) for name in ("raster", *COMPACT)} | {
             "boxes": used_by_boxes(near)
         }
         rows += [(of_axes(near.shape), of_axes(near.window), name, share) for name, share in used.items()]
@@ -113,10 +114,10 @@ def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: in
     for axis in neighbourhood.axes:
         line = torch.arange(axis.cells, device="cpu")
         pairs = axis.attends(line[:, None], line).nonzero().unbind(1)
-        q, kv = ((x[:, None] * axis.cells + own).flatten() for x, own in zip((q, kv), pairs, strict=True))
+        q, kv = ((x[:, None] * axis.cells + cells).flatten() for x, cells in zip((q, kv), pairs, strict=True))
     blocks, slot = [-(-neighbourhood.length // size) for size in (q_block, kv_block)], ordering.inverse.cpu()
-    at = slot[q] // q_block * blocks[1] + slot[kv] // kv_block
-    return at.bincount(minlength=blocks[0] * blocks[1]).view(blocks)
+    block_index = slot[q] // q_block * blocks[1] + slot[kv] // kv_block
+    return block_index.bincount(minlength=blocks[0] * blocks[1]).view(blocks)
 
 
 def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFrame:
@@ -145,10 +146,10 @@ def block_reach(
     for name in names:
         ordering = neighbourhood_orderings(neighbourhood.shape)[name]
         positions, block = ordering.perm, torch.arange(rows * cols, device="cpu") // block_size
-        own = block == block[ordering.inverse[position]]
-        seen = neighbourhood.attends(positions[own][:, None], positions).any(0)
-        parts = {"queries": own, "seen": seen, "computed": torch.isin(block, block[seen])}
-        part = np.select([each.numpy() for each in parts.values()], list(parts), "skipped")
+        in_block = block == block[ordering.inverse[position]]
+        attended = neighbourhood.attends(positions[in_block][:, None], positions).any(0)
+        parts = {"queries": in_block, "seen": attended, "computed": torch.isin(block, block[attended])}
+        part = np.select([mask.numpy() for mask in parts.values()], list(parts), "skipped")
         touched = block_pairs(neighbourhood, ordering, q_block=block_size, kv_block=block_size) > 0
         table = {"order": name, "row": positions // cols, "col": positions % cols, "slot": range(len(block))}
         tables.append(pd.DataFrame(table | {"part": part, "mean_share": touched.double().mean().item()}))
@@ -168,6 +169,6 @@ def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_by
         for name, ordering in neighbourhood_orderings(neighbourhood.shape).items():
             runs = Runs(ordering, (cells // count,) * count)
             needed = [len(runs.reached(neighbourhood, rank)) for rank in range(count)]
-            received = [2 * row_bytes * (each - cells // count) for each in needed]  # a cell is in its own window
+            received = [2 * row_bytes * (reached - cells // count) for reached in needed]  # a cell is in its own window
             rows.append((name, count, sum(received), max(received)))
     return pd.DataFrame(rows, columns=["order", "ranks", "total_bytes", "most_bytes"])

@@ -38,10 +38,10 @@ class Answer:
     @property
     def unjudged(self) -> str:
         """The cases that are left out, in words; empty where all are judged."""
-        told = (
+        reasons = (
             f"{count} with {where} ({self.claim.leaves_out[where]})" for where, count in self.left_out.items() if count
         )
-        return "; ".join(told)
+        return "; ".join(reasons)
 
     @property
     def hardware(self) -> str:
@@ -114,15 +114,15 @@ def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: When | None = None
         raise ValueError(f"claimed must speak of each of {len(cases)} cases once; {list(claimed)} does not")
     judged = pd.concat(parts, ignore_index=True)
     judged = judged[[*judged.columns.difference([*INTERVAL, *JUDGED], sort=False), *INTERVAL, *JUDGED]]
-    held = judged.as_claimed
-    if held.all() or not held.any():
-        return HOLDS if held.all() else HOLDS_NOT, judged
-    count = f"{held.sum()} of {len(held)}"
+    is_claimed = judged.as_claimed
+    if is_claimed.all() or not is_claimed.any():
+        return HOLDS if is_claimed.all() else HOLDS_NOT, judged
+    count = f"{is_claimed.sum()} of {len(is_claimed)}"
     if when:
         such = judged.index.isin(judged.query(when.where).index)
-        if held[such].mean() >= MOST and held[~such].mean() <= 1 - MOST:
-            of_such = f"{held[such].sum()} of {such.sum()} such cases, {count} in all"
-            return f"{HOLDS} {when.says} ({f'{count} cases' if held[such].all() else of_such})", judged
+        if is_claimed[such].mean() >= MOST and is_claimed[~such].mean() <= 1 - MOST:
+            of_such = f"{is_claimed[such].sum()} of {such.sum()} such cases, {count} in all"
+            return f"{HOLDS} {when.says} ({f'{count} cases' if is_claimed[such].all() else of_such})", judged
     return f"{HOLDS_NOT} ({count} cases)", judged
 
 
@@ -130,7 +130,7 @@ def _value(cases: pd.DataFrame) -> str:
     if len(cases) == 1:
         value, low, high = (f"{cases[name].iloc[0]:.4g}" for name in INTERVAL)
         return value if low == high else f"{value} ({low} to {high})"
-    low, high = (f"{each:.4g}" for each in (cases.value.min(), cases.value.max()))
+    low, high = (f"{end:.4g}" for end in (cases.value.min(), cases.value.max()))
     return f"{low if low == high else f'{low} to {high}'}, {len(cases)} cases"
 
 
@@ -149,8 +149,8 @@ def _note(answer: Answer) -> str:
 def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:
     """Every case of the claims whose quantity is a ratio of times, with the claim's id, words and quantity."""
     tables = []
-    for each in answers:
-        if each.claim.quantity.startswith("time ") and each.cases is not None:
-            told = {name: getattr(each.claim, name) for name in ("id", "claim", "quantity")}
-            tables.append(each.cases[[*INTERVAL, *JUDGED]].assign(**told))
+    for answer in answers:
+        if answer.claim.quantity.startswith("time ") and answer.cases is not None:
+            about = {name: getattr(answer.claim, name) for name in ("id", "claim", "quantity")}
+            tables.append(answer.cases[[*INTERVAL, *JUDGED]].assign(**about))
     return pd.concat(tables, ignore_index=True)

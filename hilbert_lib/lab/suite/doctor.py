@@ -42,8 +42,8 @@ def _gpu() -> Finding:
     try:
         check_gpu()
     except RuntimeError as error:
-        found, _, fix = str(error).rpartition("; ")
-        return "gpu", found, fix
+        problem, _, fix = str(error).rpartition("; ")
+        return "gpu", problem, fix
     prepare_kernels()
     facts = environment()
     gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none"
@@ -60,12 +60,12 @@ def pair_of(torch_version: str, triton_version: str | None) -> tuple[str, str]:
     """
     if triton_version is None:
         return f"torch {_minor(torch_version)} without triton: its kernels and their tests are passed over", ""
-    given = _minor(torch_version), _minor(triton_version)
-    with_what = {tuple(map(_minor, pair)): how for pair, how in TRIED.items()}.get(given)
+    releases = _minor(torch_version), _minor(triton_version)
+    with_what = {tuple(map(_minor, pair)): how for pair, how in TRIED.items()}.get(releases)
     if with_what is not None:
-        return f"torch {given[0]} and triton {given[1]} were tried: {with_what}", ""
-    known = "; ".join(f"{torch} and {triton}" for torch, triton in TRIED)
-    return f"torch {given[0]} and triton {given[1]} were not tried; of torch and triton these were: {known}", ""
+        return f"torch {releases[0]} and triton {releases[1]} were tried: {with_what}", ""
+    pairs = "; ".join(f"{torch} and {triton}" for torch, triton in TRIED)
+    return f"torch {releases[0]} and triton {releases[1]} were not tried; of torch and triton these were: {pairs}", ""
 
 
 def _minor(version: str) -> str:
@@ -77,18 +77,18 @@ def _kernels() -> tuple[str, str]:
     of = {"device": "cuda", "dtype": torch.float16} if kernel_mode() == "compiled" else {"device": "cpu"}
     q = torch.randn(1, 16, 1, 16, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(**of)
     pattern = DilatedPattern((8, 16), (1, 2))
-    asked = explain_backend(q, q, q, pattern, backend="triton")
-    if not asked.chosen:
-        return f"not for this GPU: {asked.reasons['triton']}", ""
-    serving = [each for each in ("hopper", "triton") if explain_backend(q, q, q, pattern, backend=each).chosen]
+    choice = explain_backend(q, q, q, pattern, backend="triton")
+    if not choice.chosen:
+        return f"not for this GPU: {choice.reasons['triton']}", ""
+    serving = [backend for backend in ("hopper", "triton") if explain_backend(q, q, q, pattern, backend=backend).chosen]
     try:
         exact = dilated_attention(q, q, q, pattern, backend="reference")
         for name in serving:
             out = dilated_attention(q, q, q, pattern, backend=name)
             torch.testing.assert_close(out, exact, atol=1e-4 if q.dtype == torch.float32 else 1e-2, rtol=0)
     except Exception as error:  # of Triton, of numpy beneath its interpreter, of a driver: told, whatever it is
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return f"the fused ones fail on 16 tokens: {told}", REINSTALL
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return f"the fused ones fail on 16 tokens: {reason}", REINSTALL
     return "the fused ones equal the reference on 16 tokens", ""
 
 

@@ -92,7 +92,7 @@ def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = 
 
 def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
     """What the index says of a point, in Markdown; writes its HTML where it is missing."""
-    notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
+    notebook, link, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
     page, note = notebook.with_suffix(".html"), ""
     if notebook.exists() and (rebuild or not page.exists()):
         try:
@@ -101,7 +101,7 @@ def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
             note = literally(f"The notebook cannot be shown: {type(error).__name__}: {error}")
     has_title = manifest["title"] != manifest["notebook"]  # else it is a file's name, and no Markdown
     title = manifest["title"] if has_title else plain(manifest["notebook"])
-    yield f"## [{title}]({at}/{_url(page.name)})" if page.exists() else f"## {title}"
+    yield f"## [{title}]({link}/{_url(page.name)})" if page.exists() else f"## {title}"
     status = "ok" if is_ok else f'<span class="failed">{manifest["status"]}</span>'
     yield f"{plain(manifest['notebook'])}: {status}, {_seconds(manifest):.1f} s"
     if manifest["changes"]:
@@ -110,16 +110,16 @@ def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
     yield f"> {manifest['answer']}" if is_ok else literally(error_line(manifest))
     yield note
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    shown = [f"{at}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
+    shown = [f"{link}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
     yield " ".join(f'<a href="{path}"><img src="{path}" alt="{path}" loading="lazy"></a>' for path in shown)
-    yield " ".join(f'<a href="{at}/{_url(name)}">{plain(name)}</a>' for name in files if name != page.name)
+    yield " ".join(f'<a href="{link}/{_url(name)}">{plain(name)}</a>' for name in files if name != page.name)
 
 
 def _page_of(run_folder: Path, base: str, path: str) -> str | None:
     """Where the page of a notebook of the same run lies, seen from `base`; its defaults before other points."""
     name = Path(path).stem
     points = [folder.name for folder, manifest in read_points(run_folder) if manifest["notebook"] == name]
-    points = [each for each in points if not each.endswith(FAILED)]
+    points = [point for point in points if not point.endswith(FAILED)]
     return f"{base}{_url(min(points, key=len))}/{_url(name)}.html" if points else None
 
 
@@ -134,10 +134,11 @@ def write_index(root: Path) -> Path:
     for run in find_runs(root):
         manifests = [manifest for _, manifest in read_points(run)]
         unfinished = sum(manifest["status"] != "ok" for manifest in manifests)
-        told = f"{len(manifests) - unfinished} finished" + (f", {unfinished} not" if unfinished else "")
-        end, at = max(manifest["end"] for manifest in manifests), run.relative_to(root).as_posix()
+        progress = f"{len(manifests) - unfinished} finished" + (f", {unfinished} not" if unfinished else "")
+        end, place = max(manifest["end"] for manifest in manifests), run.relative_to(root).as_posix()
         hardware = say_hardware(manifests[0]["environment"])
-        rows.append((end, f"| [{plain(at)}]({_url(at)}/{INDEX}) | {hardware} | {_say_moment(end)} | {told} |"))
+        link = f"[{plain(place)}]({_url(place)}/{INDEX})"
+        rows.append((end, f"| {link} | {hardware} | {_say_moment(end)} | {progress} |"))
     text = (root / README).read_text("utf-8", "replace") if (root / README).exists() else f"# {TITLE}"
     head = "## Every run\n\n| run | hardware | last change | notebooks |\n| --- | --- | --- | --- |\n"
     table = "\n".join(row for _, row in sorted(rows, reverse=True))
@@ -164,10 +165,10 @@ def write_table(run_folder: Path, notebook: str) -> Path:
         rows.append(point)
         for record in records:
             if record.get("kind") in TIMED:
-                *_, side = sides = sides_of(record)
-                found = {"case": " | ".join(each["name"] for each in sides), "median_ms": side["median_ms"]}
-                found |= {"error": side["error"], "ratio": record.get("ratio"), "interval": record.get("interval")}
-                rows.append({**point, **found})
+                *_, timing = sides = sides_of(record)
+                row = {"case": " | ".join(case["name"] for case in sides), "median_ms": timing["median_ms"]}
+                row |= {"error": timing["error"], "ratio": record.get("ratio"), "interval": record.get("interval")}
+                rows.append({**point, **row})
     table = pd.DataFrame(rows).to_csv(index=False)
     return write_whole(run_folder / f"{notebook}.csv", table.encode(errors="backslashreplace"))
 
@@ -261,4 +262,4 @@ def literally(text: str) -> str:
 def plain(text: str) -> str:
     """Text for Markdown as it is: what an error says, or a file's name, may look like Markdown, a formula or HTML."""
     readable = text.encode(errors="backslashreplace").decode()
-    return "".join(each if each.isalnum() or each in " .-" else f"&#{ord(each)};" for each in readable)
+    return "".join(char if char.isalnum() or char in " .-" else f"&#{ord(char)};" for char in readable)

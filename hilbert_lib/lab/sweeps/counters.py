@@ -98,8 +98,8 @@ class CountedCall:
             queries, keys, tables = config.block_m, config.block_n, FORWARD_TABLES
         else:
             keys, rates = decode.step_keys(work.head_dim, torch.bfloat16.itemsize), pattern.dilation_rates
-            asked = work.length, work.queries[0], 1, 1, work.heads
-            chunk, *_ = decode.split(pattern, *asked, decode.KEYS_PER_ROW, keys)
+            sizes = work.length, work.queries[0], 1, 1, work.heads
+            chunk, *_ = decode.split(pattern, *sizes, decode.KEYS_PER_ROW, keys)
             pattern = DilatedPattern((chunk * rates[0],), rates, offsets="zero")
             queries, tables = None, -(-PAIR_BYTES * work.heads // SECTOR_BYTES)
         tiles = {"tile_queries": queries, "tile_keys": keys, "table_sectors": tables}
@@ -112,13 +112,13 @@ def calls(kernel: str, *, lengths: list[int], keys: int, device: str = "cpu", **
     keys: that a query of the forward sees at most; the other kernels read the whole sequence's branch.
     """
     for length in lengths:
-        seen, queries = keys if kernel == "forward" else length, int(kernel == "decoding")
-        asked = {"lengths": [length], "keys": seen, "queries": queries, "device": torch.device(device)}
-        for inputs, about in single_branches(**asked, **sizes):
+        keys_read, queries = keys if kernel == "forward" else length, int(kernel == "decoding")
+        options = {"lengths": [length], "keys": keys_read, "queries": queries, "device": torch.device(device)}
+        for inputs, about in single_branches(**options, **sizes):
             rate = about["dilation"]
-            for layout, ordering in compared_orderings(length, rate, segment=seen * rate).items():
+            for layout, ordering in compared_orderings(length, rate, segment=keys_read * rate).items():
                 names = {"sweep": SWEEP, "layout": layout, "length": length, "heads": inputs.heads, "dilation": rate}
-                parameters = names | {"keys": seen, "row_bytes": about["row_bytes"]}
+                parameters = names | {"keys": keys_read, "row_bytes": about["row_bytes"]}
                 yield CountedCall(kernel, ordering, inputs, {"kind": SWEEP, "name": kernel, "parameters": parameters})
 
 
@@ -145,17 +145,17 @@ def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> p
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    said = out + complaints
-    if "ERR_NVGPUCTRPERM" in said:
+    output = out + complaints
+    if "ERR_NVGPUCTRPERM" in output:
         raise RuntimeError(
             "ncu may not read the GPU's counters: run as root, or let the driver allow it "
             "(NVreg_RestrictProfilingToAdminUsers=0)"
         )
     if process.returncode:
-        raise RuntimeError(f"ncu ended with status {process.returncode}: {said.strip()[-500:]}")
+        raise RuntimeError(f"ncu ended with status {process.returncode}: {output.strip()[-500:]}")
     table = parse_counters(out)
     if table.empty:
-        raise RuntimeError(f"the program launched no kernel named {kernel!r}: {said.strip()[-500:]}")
+        raise RuntimeError(f"the program launched no kernel named {kernel!r}: {output.strip()[-500:]}")
     unknown = [METRICS[name] for name in METRICS if table[name].isna().all()]
     if unknown:
         warnings.warn(f"ncu gave no number for {', '.join(unknown)}", stacklevel=2)
@@ -203,18 +203,18 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     def key(record: dict) -> tuple | None:
         return (record["name"], *record["parameters"].values()) if record.get("kind") == SWEEP else None
 
-    asked, kept = list(calls(kernel, **options)), Kept(output_dir, key)
-    if any(key(work.record) not in kept.known for work in asked):
+    works, store = list(calls(kernel, **options)), Kept(output_dir, key)
+    if any(key(work.record) not in store.known for work in works):
         table = count_calls({"kernel": kernel, **options}, kernel=COUNTED_KERNELS[kernel])
-        if len(table) != len(asked):
-            raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(asked)} calls")
+        if len(table) != len(works):
+            raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(works)} calls")
         counted, info = table.astype(object).where(table.notna(), None).to_dict("records"), get_gpu_info()
         gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
-        for work, found in zip(asked, counted, strict=True):
-            if key(work.record) not in kept.known:
+        for work, counters in zip(works, counted, strict=True):
+            if key(work.record) not in store.known:
                 predicted = vars(work.predicted(gpu))
-                kept.add(work.record | {"counted": found, "predicted": predicted, "model": vars(gpu)})
-    return [kept.known[key(work.record)] for work in asked]
+                store.add(work.record | {"counted": counters, "predicted": predicted, "model": vars(gpu)})
+    return [store.known[key(work.record)] for work in works]
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:

@@ -61,13 +61,13 @@ def compare_kernels(
     first = next(iter(kernels))
     for work in works:
         for direction in DIRECTIONS:
-            made = partial(_side, work, attention, direction=direction, first=first)
-            sides = {(kernel, name): made(kernel, name) for kernel, names in kernels.items() for name in names}
-            yield from ((sides[at[0], "raster"], side) for at, side in sides.items() if at[1] != "raster")
-            rivals = [at for at in sides if at[0] == first or at[1] == "raster"] if BOXES in kernels else []
-            yield from ((sides[at], sides[BOXES, "raster"]) for at in rivals if at[0] != BOXES)
+            side_of = partial(_side, work, attention, direction=direction, first=first)
+            sides = {(kernel, name): side_of(kernel, name) for kernel, names in kernels.items() for name in names}
+            yield from ((sides[key[0], "raster"], side) for key, side in sides.items() if key[1] != "raster")
+            rivals = [key for key in sides if key[0] == first or key[1] == "raster"] if BOXES in kernels else []
+            yield from ((sides[key], sides[BOXES, "raster"]) for key in rivals if key[0] != BOXES)
             if direction == "forward":
-                yield sides[first, "hilbert"], made(first, "hilbert", anew=True)
+                yield sides[first, "hilbert"], side_of(first, "hilbert", anew=True)
 
 
 def sustained_sides(
@@ -80,8 +80,8 @@ def sustained_sides(
     first = next(iter(kernels))
     for work in works:
         for direction in DIRECTIONS:
-            made = partial(_side, work, attention, direction=direction, first=first)
-            sides = [made(kernel, name) for kernel, name in kernels.items()]
+            side_of = partial(_side, work, attention, direction=direction, first=first)
+            sides = [side_of(kernel, name) for kernel, name in kernels.items()]
             # A backward alone cannot be captured, since autograd runs it on the stream of its forward.
             is_captured = work.device.type == "cuda" and direction == "forward"
             yield tuple(replace(side, run=_replay(side.run)) if is_captured else side for side in sides)

@@ -48,7 +48,7 @@ def check(workload: Workload, ranks: int, sides: tuple[str, ...]) -> None:
     if unknown := set(sides) - set(SIDES):
         raise ValueError(f"sides must be of {', '.join(SIDES)}; got {', '.join(sorted(unknown))}")
     shape = workload.pattern.shape
-    cuts = [sharding(RECTANGLES if side == ALONE else side, shape, ranks) for side in sides]
+    cuts = [sharding(RECTANGLES if kind == ALONE else kind, shape, ranks) for kind in sides]
     if len({shards.count(shape, rank) for shards in cuts for rank in range(ranks)}) > 1:
         raise ValueError(f"shape must be cut into {ranks} equal parts by every side, got {shape}")
 
@@ -95,8 +95,8 @@ def planned(workload: Workload, ranks: int, side: str, *, backward: bool) -> dic
         workload, ranks, kind = own_part(workload, ranks), 1, RECTANGLES
     sizes = {"heads": workload.heads, "head_dim": workload.head_dim, "dtype": getattr(torch, workload.dtype)}
     costs = halo_costs(workload.pattern, kind, ranks, **sizes)
-    held = [costs.pop(name) for name in ("memory_forward", "memory_backward")]
-    return costs | {"planned_bytes": held[backward], "flop_forward": workload.useful.flop_forward // ranks}
+    memory = [costs.pop(name) for name in ("memory_forward", "memory_backward")]
+    return costs | {"planned_bytes": memory[backward], "flop_forward": workload.useful.flop_forward // ranks}
 
 
 def attention(
@@ -120,9 +120,9 @@ def compared_rows(workload: Workload, ranks: int, side: str, device: torch.devic
     if side == ALONE:
         return None
     shape, cells = workload.pattern.shape, workload.length
-    own = sharding(side, shape, ranks).cells(shape, dist.get_rank()).to(device)
+    local_cells = sharding(side, shape, ranks).cells(shape, dist.get_rank()).to(device)
     row_of = torch.full((cells,), -1, dtype=torch.int64, device=device)
-    row_of[own] = torch.arange(len(own), device=device)
+    row_of[local_cells] = torch.arange(len(local_cells), device=device)
     generator = torch.Generator("cpu").manual_seed(0)
     queries = torch.randint(cells, (workload.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
     middle = sum(n // 2 * prod(shape[axis + 1 :]) for axis, n in enumerate(shape))
@@ -135,8 +135,8 @@ def halo_costs(near: Neighbourhood, kind: str, ranks: int, *, heads: int, head_d
     sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "dtype": dtype}
     costs = plan_halo(near, sharding(kind, near.shape, ranks), **sizes).ranks
     names = ("received_forward", "received_backward", "memory_forward", "memory_backward")
-    most = {name: max(getattr(cost, name) for cost in costs) for name in names}
-    return most | {"border": max(cost.border / cost.cells for cost in costs if cost.cells)}
+    largest = {name: max(getattr(cost, name) for cost in costs) for name in names}
+    return largest | {"border": max(cost.border / cost.cells for cost in costs if cost.cells)}
 
 
 def halo_table(near: Neighbourhood, ranks: Iterable[int], kinds: Iterable[str] = SHARDINGS, **sizes) -> "pd.DataFrame":

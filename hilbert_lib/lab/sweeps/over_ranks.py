@@ -78,19 +78,19 @@ class OverRanks:
     def of(cls, fields: dict) -> "OverRanks":
         """What `fields`, or a record, tells of. What is left out has its default."""
         kind = halos if "window" in fields else sequences
-        own = {name: fields[name] for name in (*OWN_FIELDS, "sides", "repetitions") if name in fields}
-        return cls(workload=kind.workload_of(fields), **own)
+        options = {name: fields[name] for name in (*OWN_FIELDS, "sides", "repetitions") if name in fields}
+        return cls(workload=kind.workload_of(fields), **options)
 
     @property
     def fields(self) -> dict:
         """All of it as JSON takes it."""
-        own = {name: getattr(self, name) for name in (*OWN_FIELDS, "sides", "repetitions")}
-        return own | self.kind.fields_of(self.workload)
+        values = {name: getattr(self, name) for name in (*OWN_FIELDS, "sides", "repetitions")}
+        return values | self.kind.fields_of(self.workload)
 
     def identity(self, side: str) -> dict:
         """What a record of a side is known by."""
-        own = {name: getattr(self, name) for name in OWN_FIELDS}
-        return own | self.kind.fields_of(self.workload) | {"side": side}
+        values = {name: getattr(self, name) for name in OWN_FIELDS}
+        return values | self.kind.fields_of(self.workload) | {"side": side}
 
     @property
     def kind(self) -> ModuleType:

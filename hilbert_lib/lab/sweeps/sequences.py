@@ -80,11 +80,11 @@ def planned(workload: Workload, ranks: int, side: str, *, backward: bool) -> dic
     costs = plan_ring(pattern_of(workload, ranks, side), (rows,) * ranks, **how).ranks
     names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
     names["planned_bytes"] = "memory_backward" if backward else "memory_forward"
-    most = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
+    costliest = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
     if side == GATHERED:
         sent = 2 * rows * workload.kv_heads * workload.head_dim * (ranks - 1)
-        most |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
-    return most
+        costliest |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
+    return costliest
 
 
 def attention(
@@ -125,21 +125,21 @@ def compared_rows(workload: Workload, ranks: int, side: str, device: torch.devic
     return ComparedRows(pattern, [sampled(kv_head=head // group) for head in range(workload.heads)], row_of, keys=0)
 
 
-def _transport(side: str) -> str:
-    return "ring" if side == DENSE_RING else side if side in TRANSPORTS else "auto"
+def _transport(method: str) -> str:
+    return "ring" if method == DENSE_RING else method if method in TRANSPORTS else "auto"
 
 
 class _Gathered(torch.autograd.Function):
     """Every rank's rows of a tensor; gradients are summed in float32, as the ring does."""
 
     @staticmethod
-    def forward(_, own: Tensor) -> Tensor:
-        rows = own.new_empty(1, own.shape[1] * dist.get_world_size(), *own.shape[2:])
-        dist.all_gather_into_tensor(rows[0], own[0])
+    def forward(_, shard: Tensor) -> Tensor:
+        rows = shard.new_empty(1, shard.shape[1] * dist.get_world_size(), *shard.shape[2:])
+        dist.all_gather_into_tensor(rows[0], shard[0])
         return rows
 
     @staticmethod
     def backward(_, grad: Tensor) -> Tensor:
-        own = grad.new_empty(1, grad.shape[1] // dist.get_world_size(), *grad.shape[2:], dtype=torch.float32)
-        dist.reduce_scatter_tensor(own[0], grad[0].float())
-        return own.to(grad.dtype)
+        shard_grad = grad.new_empty(1, grad.shape[1] // dist.get_world_size(), *grad.shape[2:], dtype=torch.float32)
+        dist.reduce_scatter_tensor(shard_grad[0], grad[0].float())
+        return shard_grad.to(grad.dtype)

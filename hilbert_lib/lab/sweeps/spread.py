@@ -35,15 +35,15 @@ class Spread:
     length: rows of all ranks. row_of: as of `ComparedRows`.
     """
 
-    def __init__(self, own: Tensor, length: int, row_of: Callable[[Tensor], Tensor]):
-        self._own, self._row_of, self.device = own, row_of, own.device
-        self.shape = (1, length, *own.shape[2:])
+    def __init__(self, local_rows: Tensor, length: int, row_of: Callable[[Tensor], Tensor]):
+        self._local_rows, self._row_of, self.device = local_rows, row_of, local_rows.device
+        self.shape = (1, length, *local_rows.shape[2:])
 
-    def __getitem__(self, at: tuple[int, Tensor, int]) -> Tensor:
-        _, positions, head = at
+    def __getitem__(self, index: tuple[int, Tensor, int]) -> Tensor:
+        _, positions, head = index
         slots = self._row_of(positions)
         rows = torch.zeros(len(slots), self.shape[3], dtype=torch.float64, device=self.device)
-        rows[slots >= 0] = self._own[0, slots[slots >= 0], head].double()
+        rows[slots >= 0] = self._local_rows[0, slots[slots >= 0], head].double()
         dist.all_reduce(rows)
         return rows
 
@@ -57,11 +57,11 @@ def spread_errors(
     """
 
     def spread(tensors: Sequence[Tensor]) -> list[Spread]:
-        return [Spread(own, workload.length, rows.row_of) for own in tensors]
+        return [Spread(tensor, workload.length, rows.row_of) for tensor in tensors]
 
     q, k, v, dout = inputs
-    given = spread((q, k, v, out if dout is None else dout))
-    exact = SampledRows(given, rows.pattern, rows.queries, keys=rows.keys, is_causal=workload.is_causal)
+    spread_inputs = spread((q, k, v, out if dout is None else dout))
+    exact = SampledRows(spread_inputs, rows.pattern, rows.queries, keys=rows.keys, is_causal=workload.is_causal)
     errors = {"out": exact.error(spread([out]))}
     if grads:
         errors["dq"] = exact.error(spread(grads))
