@@ -224,12 +224,24 @@ def compare(
         mine = results(call, shards, dout[:, rows])
     if order:
         mine[3:] = [order.undo(x, dim=1) for x in mine[3:]]
-    found = {}
-    for name, own, single, truth in zip(NAMES, mine, one, exact, strict=True):
+    return errors_of_rows(mine, one, exact, rows)
+
+
+def errors_of_rows(mine: list, one: list, exact: list, rows: slice | torch.Tensor) -> dict[str, tuple[float, float]]:
+    """By name the squared error of this rank's rows, and that of one process's, against float64."""
+    errors = {}
+    for name, own, single, truth in zip(NAMES_ON_GRIDS[: len(mine)], mine, one, exact, strict=True):
+        assert own.dtype == single.dtype, name
         part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
-        assert (own.dtype, own.shape) == (single.dtype, truth[part].shape), name
-        found[name] = squared_error(own, truth[part]), squared_error(single[part], truth[part])
-    return found
+        if name.startswith("dextra"):  # a sum over the ranks, of whose error each tells its share
+            total = own.double().to(device())
+            dist.all_reduce(total)
+            share = dist.get_world_size() ** -0.5
+            own, single, truth = (x.cpu().double() * share for x in (total, single, truth))
+            part = (slice(None),)
+        assert own.shape == truth[part].shape, name
+        errors[name] = squared_error(own, truth[part]), squared_error(single[part], truth[part])
+    return errors
 
 
 @contextmanager
@@ -470,7 +482,7 @@ def compare_on_grid(
     """
     dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
     near, given, dout, masks, *truth = expected_on_grid(rules, heads, more, dtype, head_dim)
-    truth = [truth[0], truth[1].transpose(1, 2), *truth[2]]
+    truth = [*truth[:2], *truth[2]]
     shape, is_union = shape_of(rules), isinstance(near, Union)
     spread = shards_of(shape, **shards)
     rows = spread.cells(shape, dist.get_rank())
@@ -488,24 +500,12 @@ def compare_on_grid(
         out, lse = call(*leaves[:3], near, **options)
         wanted = leaves if "extra" in more else leaves[:3]
         grads = torch.autograd.grad((out * dout[:, own].to(device())).sum(), wanted)
-        return [x.cpu() for x in (out.detach(), lse.transpose(1, 2), *grads)]
+        return [x.cpu() for x in (out.detach(), lse, *grads)]
 
     one = run(attend if is_union else neighbourhood_attention, slice(None))
     with by_kernels() if by_kernel else nullcontext():
         mine = run(partial(ring_attend if is_union else ring_neighbourhood_attention, shards=spread), rows)
-    found = {}
-    for name, own, single, right in zip(NAMES_ON_GRIDS, mine, one, truth, strict=False):
-        assert own.dtype == single.dtype, name
-        if "extra" in name:  # each rank has a share
-            own = own.double().to(device())
-            dist.all_reduce(own)
-            own, part = own.cpu() / dist.get_world_size() ** 0.5, slice(None)
-            right, single = (x.double() / dist.get_world_size() ** 0.5 for x in (right, single))
-        else:
-            part = rows
-        assert own.shape == right[:, part].shape, name
-        found[name] = squared_error(own, right[:, part]), squared_error(single[:, part], right[:, part])
-    return found
+    return errors_of_rows(mine, one, truth[: len(mine)], rows)
 
 
 def grid_inputs(rows: int | None = None, **options) -> list[torch.Tensor]:
