@@ -38,7 +38,6 @@ EMULATED = {  # all that a call runs but what is decided without triton
     ),
 }
 LAYOUTS = ("SliceLayout", "DotOperandLayout", "BlockedLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors, as on a GPU
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}  # of a launch, which no kernel is given
 running: Program | None = None  # the program that runs
 

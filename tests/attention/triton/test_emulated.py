@@ -11,7 +11,7 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, determinism, differentiated, stored
+from cases import LAYOUTS, NORM_TOLERANCE, determinism, differentiated, stored
 from cases import drawn as tokens
 
 from hilbert_lib import DilatedPattern
@@ -101,7 +101,7 @@ def fault_of(sources, case: Case, is_deterministic: bool = False) -> str | None:
         return "the plain kernel ran once more, as for a NaN"
     launches = len({each.named["branches"] for each in sources.starts if "branches" in each.named})
     # Each launch rounds what it adds to.
-    bound = (emulator.TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
+    bound = (NORM_TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
     return emulator.wrong(results, expected(case)[1], bound)
 
 

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cases import check_nan, check_part, stored
+from cases import NORM_TOLERANCE, check_nan, check_part, stored
 from drawn_grids import BOXED, CASES, EDGES, SPECIAL, Case, boxed_part, drawn, expected, special
 from oracle import attending
 
@@ -46,7 +46,7 @@ def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
 def fault_of(sources, case: Case) -> str | None:
     try:
         for (name, found), right in zip(results_of(sources, case), expected(case)[3], strict=True):
-            if wrong := emulator.wrong({name: found}, [right], emulator.TOLERANCE[case.dtype]):
+            if wrong := emulator.wrong({name: found}, [right], NORM_TOLERANCE[case.dtype]):
                 return wrong
     except emulator.Fault as fault:
         return str(fault)

@@ -9,6 +9,7 @@ from cases import (
     HEADS,
     LAYOUTS,
     MORE,
+    NORM_TOLERANCE,
     RULES,
     boxed,
     check_nan,
@@ -29,7 +30,6 @@ from hilbert_lib.lab.sweeps.memory import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 DEVICE = "cuda"
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors
 attended = partial(by_backend, backend="hopper")
 GRIDS = {  # shape, window, heads, kv_heads, head_dim, and other rules
     "plane": ((256, 256), 17, 4, 2, 128, {}),
@@ -59,7 +59,7 @@ def is_served(rules: str) -> bool:
 def assert_right(found, exact, dtype) -> None:
     """out and gradients by their norms, lse by every one."""
     pairs = zip((found[0], *found[2:]), (exact[0], *exact[2:]), strict=True)
-    assert max(norms(*zip(*((a, b) for a, b in pairs if b.norm() > 0), strict=True))) < TOLERANCE[dtype]
+    assert max(norms(*zip(*((a, b) for a, b in pairs if b.norm() > 0), strict=True))) < NORM_TOLERANCE[dtype]
     torch.testing.assert_close(found[1].double(), exact[1], atol=1e-3, rtol=0)
 
 
@@ -76,7 +76,9 @@ def inputs_of(name: str, dtype=torch.bfloat16, extra=0) -> tuple[Neighbourhood, 
 
 @pytest.mark.parametrize(
     "case",
-    list(AllPairs([list(filter(is_served, RULES)), list(HEADS), list(MORE), list(TOLERANCE), [16, 40, 64, 80, 128]])),
+    list(
+        AllPairs([list(filter(is_served, RULES)), list(HEADS), list(MORE), list(NORM_TOLERANCE), [16, 40, 64, 80, 128]])
+    ),
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_small_grids_are_the_oracles(case):
@@ -103,7 +105,7 @@ def test_a_part_of_a_grid_is_what_it_is_in_the_whole(part, head_dim):
     check_part(large if part == "large" else boxed_part(part), "hopper", DEVICE, torch.bfloat16, head_dim)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
 @pytest.mark.parametrize("name", GRIDS)
 def test_grids_of_many_tiles_are_right(name, dtype):
     near, given = inputs_of(name, dtype, extra=100 if name in ("narrow", "volume") else 0)
