@@ -96,13 +96,13 @@ def _gathers(
     # heads have a row more or less.
     w, r = pattern.branches[branch]
     gathers = []
-    whole, tail = divmod(length, w)
-    for start, segments, size in ((0, whole, w), (whole * w, 1, tail))[not whole :]:
+    whole_segments, tail = divmod(length, w)
+    for start, segments, size in ((0, whole_segments, w), (whole_segments * w, 1, tail))[not whole_segments :]:
         by_rows: dict[int, list[tuple[int, int, int]]] = {}
         for g in pattern.branch_heads(branch, kv_heads):
             offset = pattern.offset(branch, g, kv_heads)
-            own = [(h, g, offset) for h in range(g * heads // kv_heads, (g + 1) * heads // kv_heads)]
-            by_rows.setdefault(rows_in_segment(size, r, offset), []).extend(own)
+            members = [(h, g, offset) for h in range(g * heads // kv_heads, (g + 1) * heads // kv_heads)]
+            by_rows.setdefault(rows_in_segment(size, r, offset), []).extend(members)
         by_rows.pop(0, None)
         for rows, members in by_rows.items():
             head, kv_head, offset = torch.tensor(members, device=device).T

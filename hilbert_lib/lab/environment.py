@@ -42,7 +42,7 @@ def environment() -> dict:
         "cpu_cores": machine.cpu_cores(),
         "memory_gib": _gib(psutil.virtual_memory().total),
         "backends": list(BACKENDS),  # along sequences, by name: of records without "hopper", "triton" was both
-        "gpus": [_gpu_facts(*each) for each in zip(machine.gpu_properties(), sm_clocks_mhz(), strict=True)],
+        "gpus": [_gpu_facts(*gpu) for gpu in zip(machine.gpu_properties(), sm_clocks_mhz(), strict=True)],
         **facts,
     }
 
@@ -74,7 +74,7 @@ def describe_environment(facts: dict | None = None) -> str:
         "platform": f"{facts['platform']}, {facts['torch_threads']} torch threads, {facts['memory_gib']} GiB",
     }
     if facts.get("packages"):  # older records lack it
-        rows["packages"] = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
+        rows["packages"] = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     if facts["gpus"]:
         clocks = ", ".join(str(gpu["sm_clock_mhz"]) for gpu in facts["gpus"])
         rows["CUDA"] = ", ".join(f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver"))

@@ -58,7 +58,7 @@ def _beside_choice(label: str, work: Workload, attend: Callable, names: Sequence
     about = {"direction": BOTH if gradient else "forward", "sweep": SELECTION, "pattern": label}
     for name in names:
         if name != base and not work.refusal(name, gradient=gradient):
-            yield tuple(work.side(each, partial(attend, each), **about) for each in (name, base))
+            yield tuple(work.side(backend, partial(attend, backend), **about) for backend in (name, base))
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
@@ -92,14 +92,14 @@ def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float],
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
     times = {base: 1.0} | {record["a"]["name"]: _ratio(record) for record in records}
-    medians = {side["name"]: side["call_ms"] for record in records for side in (record["b"], record["a"])}
+    medians = {timing["name"]: timing["call_ms"] for record in records for timing in (record["b"], record["a"])}
     return dict(sorted(times.items(), key=itemgetter(1))), medians
 
 
 def remember_times(work: Workload, times: dict[str, float], medians: dict[str, float], *, gradient: bool) -> Path:
     """Keep what `measured_times` found in the file that is returned; "auto" goes by its order from then on."""
-    known = rule_for(work.stand_ins(gradient=gradient)[0], work.call, gradient=gradient).order
-    order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
+    rule_order = rule_for(work.stand_ins(gradient=gradient)[0], work.call, gradient=gradient).order
+    order = (*times, *(name for name in rule_order if name not in times))  # the rest for what those cannot serve
     return remember(shape_class(work, gradient=gradient), order, medians)
 
 

@@ -74,8 +74,8 @@ class Measurement:
 
     def record(self) -> dict:
         """Everything as one flat dictionary for JSON."""
-        found = {"n": len(self.samples_ms), "median_ms": self.median_ms, "call_ms": self.call_ms}
-        return {"kind": "measurement", **asdict(self), **found}
+        summary = {"n": len(self.samples_ms), "median_ms": self.median_ms, "call_ms": self.call_ms}
+        return {"kind": "measurement", **asdict(self), **summary}
 
 
 @dataclass(frozen=True)
@@ -160,17 +160,17 @@ def _measure_in_turn(
         samples[index].append(timer.sample(cases[index].run, calls[index]))
     clocks = clock_before, timer.sm_clock_mhz()
     measured = []
-    for case, own, count in zip(cases, samples, calls, strict=True):
-        free = [sample.host_ms / count for sample in own if not sample.waited]
+    for case, case_samples, count in zip(cases, samples, calls, strict=True):
+        free = [sample.host_ms / count for sample in case_samples if not sample.waited]
         measured.append(
             Measurement(
                 **case.facts,
                 device=timer.device,
                 warmup=warmup,
                 calls_per_sample=count,
-                samples_ms=tuple(sample.ms / count for sample in own),
+                samples_ms=tuple(sample.ms / count for sample in case_samples),
                 sm_clock_mhz=clocks,
-                with_launches=any(sample.waited for sample in own),
+                with_launches=any(sample.waited for sample in case_samples),
                 host_ms=float(np.median(free)) if free else None,
             )
         )

@@ -263,7 +263,7 @@ def _fields_of(pattern: Pattern) -> dict:
     if isinstance(pattern, Neighbourhood):
         return {"grid": list(pattern.shape), "window": list(pattern.window)}
     if isinstance(pattern, Union):
-        return {"union": [_fields_of(each) for each in pattern.patterns]}
+        return {"union": [_fields_of(part) for part in pattern.patterns]}
     return {"attends": str(pattern)}
 
 

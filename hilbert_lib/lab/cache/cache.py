@@ -64,8 +64,8 @@ def branch_rows(
 
     key_order: "storage", every ordering's best case, or "position", the sequence's; a softmax does not depend on it.
     """
-    every = torch.arange(storage.length, device=storage.ordering.device)
-    positions = every[pattern.contains(branch, every, head, storage.heads)]
+    positions = torch.arange(storage.length, device=storage.ordering.device)
+    positions = positions[pattern.contains(branch, positions, head, storage.heads)]
     segments = positions // pattern.segment_lengths[branch]
     if key_order == "storage":
         slots = storage.ordering.inverse[positions]

@@ -51,6 +51,6 @@ def _inner_sides(block: Tensor) -> Tensor:
     counts = torch.zeros(int(block.max()) + 1, dtype=torch.int64, device=block.device)
     for axis in range(block.ndim):
         last = block.shape[axis] - 1
-        here, there = block.narrow(axis, 0, last), block.narrow(axis, 1, last)
-        counts += here[here == there].bincount(minlength=len(counts))
+        first, second = block.narrow(axis, 0, last), block.narrow(axis, 1, last)
+        counts += first[first == second].bincount(minlength=len(counts))
     return counts

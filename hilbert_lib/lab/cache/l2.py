@@ -117,15 +117,15 @@ def stack_distances(units: Tensor) -> Tensor:
     Gecsei, Slutz and Traiger, IBM Systems Journal 9(2), 1970). `NEVER` at a first read. O(n log n), vectorised.
     """
     previous = _previous(units)
-    seen = previous >= 0
-    last = previous[seen]
+    is_reused = previous >= 0
+    last = previous[is_reused]
     # The reads j in (last, t) that bring a new unit are those with previous(j) <= last. All reads up to last fulfil
     # that too; so count the reads before t that do, and take last + 1 away.
-    first_reads = (~seen).cumsum(0)[seen]
+    first_reads = (~is_reused).cumsum(0)[is_reused]
     is_last = torch.zeros_like(units).index_fill_(0, last, 1)
     rank = is_last.cumsum(0)[last] - 1
     distances = torch.full((len(units),), NEVER, device=units.device)
-    distances[seen] = first_reads + _smaller_before(rank) - last - 1
+    distances[is_reused] = first_reads + _smaller_before(rank) - last - 1
     return distances
 
 
@@ -162,8 +162,8 @@ def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
     table["hit_rate"] = 1 - table.misses / requests
     table["memory_bytes"] = table.misses * trace.unit_bytes
     if trace.sectors is not None:
-        asked = int((trace.requests * trace.sectors).sum())
-        table["sector_hit_rate"] = [1 - int(trace.sectors[reads].sum()) / asked for reads in missed]
+        requested = int((trace.requests * trace.sectors).sum())
+        table["sector_hit_rate"] = [1 - int(trace.sectors[reads].sum()) / requested for reads in missed]
     return table
 
 

@@ -48,9 +48,9 @@ def draw_idea(
         touched = block.where(cells.part != "skipped", -1)
         _show_parts(axes, PARTS, _on_grid(cells, cells.part.map(list(PARTS).index)), **look)
         _frame(axes, _on_grid(cells, touched), color="black", lw=min(1, 40 / side))
-        read, every = block[touched >= 0].nunique(), block.nunique()
+        read, block_count = block[touched >= 0].nunique(), block.nunique()
         axes.set(xticks=[], yticks=[], title=f"stored in {name.replace('hilbert', 'Hilbert')} order")
-        share = f"touches {read} of {every} blocks of keys ({read / every:.0%})"
+        share = f"touches {read} of {block_count} blocks of keys ({read / block_count:.0%})"
         axes.set_xlabel(f"{share}\nover all blocks of queries: {cells.mean_share.iloc[0]:.0%}", fontsize=11)
     handles = key_of(PARTS.values())
     handles.append(Patch(fill=False, ec="black", label="blocks of keys touched"))
@@ -77,18 +77,18 @@ def draw_reads(
     figure = by_hand(9, 4.8, left=0.06, right=0.97, bottom=0.19, top=0.93, wspace=0.15)
     grid, storage = figure.subplots(1, 2)
     shown = {grid: (_on_grid(cells, value), _on_grid(cells, touched), (column, row))}
-    lines = (each.to_numpy().reshape(side, side) for each in (value, touched))
+    lines = (table.to_numpy().reshape(side, side) for table in (value, touched))
     shown[storage] = (*lines, (slot % side, slot // side))
-    for axes, (values, blocks, at) in shown.items():
+    for axes, (values, blocks, star) in shown.items():
         _show_parts(axes, parts, values)
         _frame(axes, blocks, color="black", lw=1)
         _frame(axes, np.where(blocks == slot // block_size, 0, -1), color=PARTS["queries"][0], lw=3)
-        axes.plot(*at, "*", color="white", markeredgecolor="black", markersize=13)
-    told = f"{len(keys)} keys in any order (window {window}, dilation {dilation}, {edge})"
-    grid.set(title=told, xlabel="column", ylabel="row")
+        axes.plot(*star, "*", color="white", markeredgecolor="black", markersize=13)
+    heading = f"{len(keys)} keys in any order (window {window}, dilation {dilation}, {edge})"
+    grid.set(title=heading, xlabel="column", ylabel="row")
     read = touched[touched >= 0].nunique()
-    told = f"in storage, {order.replace('hilbert', 'Hilbert')} order: {read} of {block.nunique()} blocks are read"
-    storage.set(title=told, xlabel=f"storage, {side} tokens in a line", ylabel="line")
+    heading = f"in storage, {order.replace('hilbert', 'Hilbert')} order: {read} of {block.nunique()} blocks are read"
+    storage.set(title=heading, xlabel=f"storage, {side} tokens in a line", ylabel="line")
     figure.legend(handles=key_of(parts.values()), loc="lower center", ncols=len(parts) - 1)
     return figure
 
@@ -128,8 +128,8 @@ def draw_block_maps(data: pd.DataFrame, *, title: str) -> Figure:
     figure = Figure(figsize=(2.6 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
-        own, table = data[data.order == name], np.zeros((size, size))
-        table[own.q_block, own.kv_block] = own.share
+        cells, table = data[data.order == name], np.zeros((size, size))
+        table[cells.q_block, cells.kv_block] = cells.share
         scale = LogNorm(data.share.min(), 1)
         image = axes.imshow(np.ma.masked_equal(table, 0), norm=scale, cmap="viridis_r", interpolation="nearest")
         axes.set(title=f"{name}: {(table > 0).mean():.0%} touched", xlabel="block of keys")

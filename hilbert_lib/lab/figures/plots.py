@@ -106,31 +106,31 @@ def panels(
     names = list(dict.fromkeys(data[by])) if by else [""]
     looks = styles(names)
     for axes, (heading, part) in zip(grid, parts, strict=True):
-        at = _places(axes, data[x] if share_y else part[x], logx)
+        places = _places(axes, data[x] if share_y else part[x], logx)
         for place, name in enumerate(names):
-            own, shift = part[part[by] == name] if by else part, place - (len(names) - 1) / 2
-            if at is None:
-                own = own.sort_values(x)
-                where = own[x] * 2 ** (0.08 * shift) if apart else own[x]
+            rows, shift = part[part[by] == name] if by else part, place - (len(names) - 1) / 2
+            if places is None:
+                rows = rows.sort_values(x)
+                where = rows[x] * 2 ** (0.08 * shift) if apart else rows[x]
             else:
-                where = own[x].map(at) + shift * 0.85 / len(names) * (apart or kind != "line")
-            spread = [own[y] - own[low], own[high] - own[y]] if low else None
+                where = rows[x].map(places) + shift * 0.85 / len(names) * (apart or kind != "line")
+            spread = [rows[y] - rows[low], rows[high] - rows[y]] if low else None
             look = {"color": looks[name]["color"], "label": str(name)}
             if expected:
-                axes.plot(where, own[expected], color=look["color"], lw=1.2)
+                axes.plot(where, rows[expected], color=look["color"], lw=1.2)
             if kind == "bar":
                 look |= {"width": 0.85 / len(names), "hatch": looks[name]["hatch"], "edgecolor": "white"}
-                drawn = axes.bar(where, own[y], yerr=spread, ecolor="black", error_kw={"lw": 1}, **look)
+                drawn = axes.bar(where, rows[y], yerr=spread, ecolor="black", error_kw={"lw": 1}, **look)
                 if write:
                     axes.bar_label(drawn, fmt=write, padding=2, fontsize=8)
                     axes.margins(y=0.15)  # room for the numbers below the panel's title
             else:
                 look |= {"marker": looks[name]["marker"], "markersize": 5, "fillstyle": "none"}
-                axes.errorbar(where, own[y], spread, ls="-" if kind == "line" else "", capsize=2, lw=1.2, **look)
+                axes.errorbar(where, rows[y], spread, ls="-" if kind == "line" else "", capsize=2, lw=1.2, **look)
         if level is not None:
             axes.axhline(level, color="black", lw=0.8, ls="--")
         axes.set(title=heading, xlabel=xlabel or x)
-        axes.grid(axis="both" if at is None else "y", color="#DDDDDD")
+        axes.grid(axis="both" if places is None else "y", color="#DDDDDD")
         axes.set_axisbelow(True)
         if axes.get_subplotspec().is_first_col() or not share_y:
             axes.set_ylabel(ylabel or y)
@@ -226,9 +226,9 @@ def short(number: float) -> str:
 
 def styles(names: Sequence[object]) -> dict[object, dict[str, str]]:
     """Colour, marker and hatch of each name: an order or a backend has the same in every figure."""
-    taken = {LOOKS[name][0] for name in names if name in LOOKS}
-    every = list(zip(PALETTE, SHAPES, strict=True))
-    spare = cycle([look for look in every if look[0] not in taken] or every)
+    fixed_colours = {LOOKS[name][0] for name in names if name in LOOKS}
+    pairs = list(zip(PALETTE, SHAPES, strict=True))
+    spare = cycle([look for look in pairs if look[0] not in fixed_colours] or pairs)
     looks = {}
     for name, hatch in zip(names, cycle(HATCHES)):
         colour, marker = LOOKS.get(name) or next(spare)
@@ -240,11 +240,11 @@ def _parts(data: pd.DataFrame, *columns: str) -> Iterator[tuple[str, pd.DataFram
     """The rows of each combination of the columns' values, and what they have in common."""
     columns = [name for name in columns if name]
     for values in product(*(dict.fromkeys(data[name]) for name in columns)):
-        part, told = data, []
+        part, labels = data, []
         for name, value in zip(columns, values, strict=True):
             part = part[part[name] == value]
-            told.append(value if isinstance(value, str) else f"{name.replace('_', ' ')} {short(value)}")
-        yield ", ".join(told), part
+            labels.append(value if isinstance(value, str) else f"{name.replace('_', ' ')} {short(value)}")
+        yield ", ".join(labels), part
 
 
 def _places(axes: Axes, values: pd.Series, base: int) -> dict[object, int] | None:

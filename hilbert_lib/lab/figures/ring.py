@@ -25,7 +25,7 @@ def draw_plan(pattern: DilatedPattern, *, tokens: int, ranks: int, transport: st
     branches, each_rank = figure.subplots(1, 2, width_ratios=(1.3, 1))
     sent = np.array([branch.bytes_forward for branch in plan.branches]) / 1e6
     hues = [TRANSPORT_COLOURS[branch.transport] for branch in plan.branches]
-    shared = [max((len(one.ranks) for one in branch.shared), default=0) for branch in plan.branches]
+    shared = [max((len(exchange.ranks) for exchange in branch.shared), default=0) for branch in plan.branches]
     how = [f"{b.transport}, {n} ranks" if n else "inside a rank" for b, n in zip(plan.branches, shared, strict=True)]
     branches.bar_label(branches.barh(range(len(sent)), sent, color=hues), how, padding=4, fontsize=8)
     names = [f"w = {short(branch.segment_length)}, r = {short(branch.dilation_rate)}" for branch in plan.branches]
@@ -39,9 +39,9 @@ def draw_plan(pattern: DilatedPattern, *, tokens: int, ranks: int, transport: st
     each_rank.set(xlabel="rank", ylabel="forward [MB]", title="what a rank sends and receives")
     each_rank.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     each_rank.legend(loc="upper center", ncols=2)
-    held = max(cost.memory_backward for cost in plan.ranks) / 1e9
-    said = f"{short(tokens)} tokens, {ranks} ranks, {transport}: a rank holds at most {held:.3g} GB, backward"
-    figure.suptitle(f"{said}\n(computed, not measured)")
+    most_gb = max(cost.memory_backward for cost in plan.ranks) / 1e9
+    summary = f"{short(tokens)} tokens, {ranks} ranks, {transport}: a rank holds at most {most_gb:.3g} GB, backward"
+    figure.suptitle(f"{summary}\n(computed, not measured)")
     return figure
 
 
@@ -67,6 +67,6 @@ def draw_halos(*, side: int, window: int, shards: str, ranks: int, **sizes) -> F
     each_rank.set(xlabel="rank", ylabel="forward [MB]", title="what a rank receives")
     each_rank.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     border = max(cost.border / max(cost.cells, 1) for cost in plan.ranks)
-    said = f"{shards} on {ranks} ranks, window {window}: at most {received.max():.3g} MB a rank"
-    figure.suptitle(f"{said}, up to {border:.0%} of its queries wait\n(computed, not measured)")
+    summary = f"{shards} on {ranks} ranks, window {window}: at most {received.max():.3g} MB a rank"
+    figure.suptitle(f"{summary}, up to {border:.0%} of its queries wait\n(computed, not measured)")
     return figure

@@ -63,9 +63,9 @@ def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> lis
         return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
     lines = []
     for pair in claim_pairs([claim.id], device="cpu", segment_length=segment_length):
-        names, given = ("pair", "length", "heads", "head_dim", "dilation", "branches"), pair[-1].parameters
-        told = ", ".join(f"{name}={given[name]}" for name in names if given.get(name) is not None)
-        lines.append(f"{' | '.join(side.name for side in pair)}: {told}")
+        names, parameters = ("pair", "length", "heads", "head_dim", "dilation", "branches"), pair[-1].parameters
+        settings = ", ".join(f"{name}={parameters[name]}" for name in names if parameters.get(name) is not None)
+        lines.append(f"{' | '.join(side.name for side in pair)}: {settings}")
     return lines
 
 

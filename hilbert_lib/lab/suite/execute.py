@@ -85,13 +85,13 @@ def execute(point: Point, folder: Path, notebook: str, *, timeout: float, begun:
         deadline.check()
         begun.append(cell)
 
-    own = {OUTPUT_DIR: "."} if OUTPUT_DIR in point.notebook.parameters else {}
+    output = {OUTPUT_DIR: "."} if OUTPUT_DIR in point.notebook.parameters else {}
     try:
         with chdir(folder):
             papermill.execute_notebook(
                 notebook,
                 notebook,
-                point.changes | own,
+                point.changes | output,
                 progress_bar={"desc": point.name, "disable": None, "leave": False},  # shown to a terminal alone
                 timeout_func=lambda _cell: deadline.seconds_left(),
                 on_cell_execute=start_cell,

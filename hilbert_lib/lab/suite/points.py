@@ -75,7 +75,7 @@ class Point:
     @property
     def parameters(self) -> dict[str, Value]:
         """All parameters with their values, but for the output folder."""
-        return {name: self.changes.get(name, known.default) for name, known in self.notebook.settable.items()}
+        return {name: self.changes.get(name, parameter.default) for name, parameter in self.notebook.settable.items()}
 
     @property
     def name(self) -> str:
@@ -123,10 +123,10 @@ def find_notebooks(folder: Path | None = None, names: Iterable[str] = ()) -> lis
             f"{folder} holds no notebooks (*.ipynb): they come with the repository, not with the installed package. "
             "Run hilbert in a clone, or name the folder: --notebooks FOLDER"
         )
-    wanted = sorted({Path(name).name.removesuffix(".ipynb") for name in names} or paths)
-    for name in wanted:
+    stems = sorted({Path(name).name.removesuffix(".ipynb") for name in names} or paths)
+    for name in stems:
         check_name(name, paths, "notebook")
-    return [read_notebook(paths[name]) for name in wanted]
+    return [read_notebook(paths[name]) for name in stems]
 
 
 def read_notebook(path: Path) -> Notebook:
@@ -141,8 +141,8 @@ def read_notebook(path: Path) -> Notebook:
         # The hash is of what runs and what is read, not of outputs and counts, which an editor changes.
         return Notebook(path, title or path.stem, question, answer, parameters, _digest(cells))
     except (ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
-        told = repr(error) if isinstance(error, LookupError) else error
-        raise ValueError(f"{path.name}: {told}") from error
+        reason = repr(error) if isinstance(error, LookupError) else error
+        raise ValueError(f"{path.name}: {reason}") from error
 
 
 def _first_section(prose: str, heading: str) -> tuple[str, str]:
@@ -193,8 +193,8 @@ def _texts_of(source: Path | None, notebook: Notebook) -> dict[str, Text]:
         raise ValueError(f"{source} holds no parameters (NAME.yaml, as the notebook is named)")
     for name in files:
         check_name(name, (f"{path.stem}.yaml" for path in notebook.path.parent.glob("*.ipynb")), "notebook's file")
-    own = source / f"{notebook.name}.yaml"
-    return read_parameter_file(own) if own.exists() else {}
+    file = source / f"{notebook.name}.yaml"
+    return read_parameter_file(file) if file.exists() else {}
 
 
 def take_shard(points: list[Point], shard: str) -> list[Point]:
@@ -209,7 +209,7 @@ def parse_parameters(source: str) -> dict[str, Parameter]:
     """The parameters that the code of a cell declares, by name and in order; a ValueError says what is none."""
     lines = ast.parse(source).body
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {each.start[0]: each.string[1:].strip() for each in tokens if each.type == tokenize.COMMENT}
+    comments = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
     parameters = {}
     for line in lines:
         text = ast.unparse(line)
@@ -297,9 +297,9 @@ def read_parameter_file(path: Path) -> dict[str, Text]:
     texts = {}
     for name, node in root.value:
         is_list = isinstance(node, yaml.SequenceNode)
-        if not all(isinstance(each, yaml.ScalarNode) for each in [name, *(node.value if is_list else [node])]):
+        if not all(isinstance(scalar, yaml.ScalarNode) for scalar in [name, *(node.value if is_list else [node])]):
             raise ValueError(f"{path} must be flat, lines `name: value`, and line {name.start_mark.line + 1} is not")
         if name.value in texts:
             raise ValueError(f"{path} gives {name.value} more than once")
-        texts[name.value] = [each.value for each in node.value] if is_list else node.value
+        texts[name.value] = [scalar.value for scalar in node.value] if is_list else node.value
     return texts

@@ -49,8 +49,8 @@ def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **si
             (DENSE_GATHER, dense, "all_gather"),
         ):
             plan = plan_ring(pattern, shard_lengths_for(tokens, ranks), transport=transport, **sizes)
-            most = {name: max(getattr(cost, name) for cost in plan.ranks) for name in COSTS}
-            rows.append({"tokens": tokens, "ranks": ranks, "what": what} | most)
+            costliest = {name: max(getattr(cost, name) for cost in plan.ranks) for name in COSTS}
+            rows.append({"tokens": tokens, "ranks": ranks, "what": what} | costliest)
     return pd.DataFrame(rows)
 
 
@@ -79,7 +79,7 @@ def _most_received(pattern: DilatedPattern, owner: Tensor, ranks: int, kv_heads:
         for branch in pattern.head_branches(head, kv_heads):
             inside = positions[pattern.contains(branch, positions, head, kv_heads)]
             segment = inside // pattern.segment_lengths[branch]
-            held = torch.bincount(segment * ranks + owner[inside], minlength=int(segment.max() + 1) * ranks)
-            held = held.view(-1, ranks)
-            received += ((held.sum(1, keepdim=True) - held) * (held > 0)).sum(0)
+            rows_held = torch.bincount(segment * ranks + owner[inside], minlength=int(segment.max() + 1) * ranks)
+            rows_held = rows_held.view(-1, ranks)
+            received += ((rows_held.sum(1, keepdim=True) - rows_held) * (rows_held > 0)).sum(0)
     return int(received.max())

@@ -21,15 +21,15 @@ def exchange_of(kernels: Iterable[Kernel]) -> tuple[float, float, float] | None:
     >>> exchange_of([own]), exchange_of([barrier, own])
     (None, None)
     """
-    sent, others = [], []
+    sent, computed = [], []
     for name, begin, end in kernels:
-        (sent if "nccl" in name.lower() else others).append((begin, end))
-    communicated, others = _joined(sent), _joined(others)
+        (sent if "nccl" in name.lower() else computed).append((begin, end))
+    communicated, computed = _joined(sent), _joined(computed)
     if len(communicated) < 2:
         return None
     (_, met), *exchange = communicated  # however many events tell of one barrier
     took = sum(end - begin for begin, end in exchange)
-    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchange for c, d in others)
+    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchange for c, d in computed)
     return took / 1e3, shared / took, (exchange[0][0] - met) / 1e3
 
 
