@@ -17,7 +17,15 @@ from hilbert_lib.attention import failures
 from hilbert_lib.attention.backends.backend import Backward, Forward
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import documents
-from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors, tensors_of, with_tensors
+from hilbert_lib.attention.request import (
+    WORKING_DTYPE,
+    GridPart,
+    Request,
+    Tensors,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
 from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.internals import is_below_autograd, is_watched
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -134,7 +142,11 @@ def _forward(inputs: list, call: tuple) -> tuple[Tensor, Tensor]:
 
 
 def _apart(call: tuple) -> tuple[tuple, tuple]:
-    return tensors_of(call[0]), call
+    request, *rest = call
+    tensors = tensors_of(request)
+    if any(x is not None for x in tensors):  # autograd alone holds them then, and frees them after the backward
+        request = without_tensors(request)
+    return tensors, (request, *rest)
 
 
 def _together(tensors: tuple, call: tuple) -> tuple:
