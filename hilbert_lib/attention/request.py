@@ -68,12 +68,12 @@ class Request:
         """Position of q's first row."""
         return self.query_start or 0
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those that the kernels of sequences read."""
         return self.seed, self.key_padding_mask, self.inverse, self.cu_seqlens
 
-    @property
+    @cached_property
     def options(self) -> tuple:
         """All but tensors."""
         return _options(self)

@@ -82,9 +82,9 @@ def launch_arguments(
     q stands in for tensors that are not used. The first pass reads no partial results, and the last writes none.
     """
     batch, queries, heads, head_dim = q.shape
-    keys, kv_heads = k.shape[1], k.shape[2]
+    keys, kv_heads, first_query = k.shape[1], k.shape[2], call.query_start or 0
     if rows == "queries":
-        begin, length, block, tile_heads = call.first_query, queries, config.block_m, heads
+        begin, length, block, tile_heads = first_query, queries, config.block_m, heads
     else:
         begin, length, block, tile_heads = 0, keys, config.block_n, kv_heads
     if call.cu_seqlens is None:
@@ -108,7 +108,7 @@ def launch_arguments(
         "seed": q if call.seed is None else call.seed,
         "scale": call.scale, "drop_below": drop_below(call.dropout_p),
         **dict(zip(STRIDES, strides, strict=True)),
-        "first_query": call.first_query, "queries": queries, "keys": keys,
+        "first_query": first_query, "queries": queries, "keys": keys,
         "heads" if rows == "queries" else "kv_heads": tile_heads, "group": heads // kv_heads,
         "chunk": tables.chunk, "stride": branch_pass.stride, "chunks": chunks, "phases": phases, "count": count,
         "n_branches": len(branch_pass.branches),

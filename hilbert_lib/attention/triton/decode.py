@@ -49,7 +49,8 @@ def serves(q: Tensor, k: Tensor, call: Request) -> bool:
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     if rows > MOST_ROWS or call.cu_seqlens is not None:
         return False
-    return max(min(w, k.shape[1]) // r for w, r in call.pattern.branches) >= KEYS_PER_ROW * rows
+    branches = zip(call.pattern.segment_lengths, call.pattern.dilation_rates, strict=True)
+    return max(min(w, k.shape[1]) // r for w, r in branches) >= KEYS_PER_ROW * rows
 
 
 def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
     lse = _no_lse(q)
-    todo = schedule.passes(call.pattern, scheduled_length(call, k.shape[1]), config_of("forward", q).block_m)
+    todo = schedule.passes(call.pattern, _length(call, k), config_of("forward", q).block_m)
     out = result(q, todo, call)
     partial_out, partial_lse = out, lse
     if len(todo) > 1:
@@ -50,6 +50,11 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
 
     _start(starts, (q, k, v), made, call, "forward")
     return *as_asked(dtype, out), lse
+
+
+def _length(call: Request, k: Tensor) -> int:
+    # The length of the sequence that tables are made for.
+    return k.shape[1] if call.cu_seqlens is None else scheduled_length(call, k.shape[1])
 
 
 def _check_positions(k: Tensor, backend: str) -> None:
@@ -174,7 +179,7 @@ def _in_passes(
     # Gradients by all passes of a plain kernel; several add them up in float32 first. And the starts.
     q, k = given[:2]
     config = config_of(name, q)
-    length = scheduled_length(call, k.shape[1])
+    length = _length(call, k)
     todo = schedule.passes(call.pattern, length, config.block_n if name == "dkv" else config.block_m)
     found = sums = [result(x, todo, call) for x in like]
     if len(todo) > 1:
