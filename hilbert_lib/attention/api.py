@@ -11,7 +11,7 @@ from hilbert_lib.attention.autograd import needs_gradient, served_by, unwatched_
 from hilbert_lib.attention.choice import is_undone, serving
 from hilbert_lib.attention.failures import KernelError, first_that_compiles
 from hilbert_lib.attention.known_calls import KnownCall
-from hilbert_lib.attention.request import Request, Tensors, without_tensors
+from hilbert_lib.attention.request import TENSORS, Request, Tensors, without_tensors
 from hilbert_lib.attention.validation import as_pattern, validated
 from hilbert_lib.checks import suggesting, unscripted
 from hilbert_lib.internals import is_watched
@@ -265,7 +265,7 @@ def computed(
         form = known_calls.form_of((q, k, v), pattern, door, backend, form_options)
         if known_call := known_calls.known(form):
             try:
-                out, lse = _computed_again(known_call, Tensors(q, k, v), kv_ordering, **options)
+                out, lse = _computed_again(known_call, Tensors(q, k, v), kv_ordering, options)
                 return (out, lse) if return_lse else out
             except KernelError:
                 pass  # as tensors lie in memory now, it does not compile: what follows passes it over, or says so
@@ -287,8 +287,9 @@ def computed(
         results = operators.attention(stored_inputs, stored_request, chosen)
         if form is not None:
             served = served_by(chosen, request.pattern, q)
-            call = KnownCall(without_tensors(request), served, undone, takes_extra=inputs.extra_k is not None)
-            known_calls.remember(form, call)
+            masks = tuple(name for name in TENSORS if name in options and getattr(request, name) is not None)
+            takes_extra = inputs.extra_k is not None
+            known_calls.remember(form, KnownCall(without_tensors(request), served, undone, takes_extra, masks))
         return results
 
     out, lse = first_that_compiles(choose, run, backend, level=4)
@@ -296,26 +297,19 @@ def computed(
 
 
 def _computed_again(
-    known_call: KnownCall,
-    inputs: Tensors,
-    kv_ordering: Ordering | None,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    extra_k: Tensor | None = None,
-    extra_v: Tensor | None = None,
-    extra_padding_mask: Tensor | None = None,
-    **_checked: object,
+    known_call: KnownCall, inputs: Tensors, kv_ordering: Ordering | None, options: dict
 ) -> tuple[Tensor, Tensor]:
     # Output and lse of a call whose form is known: all that is taken from it are its tensors.
     q, k, v, *_ = inputs
     if known_call.takes_extra:
+        extra_k, extra_v = options.get("extra_k"), options.get("extra_v")
         if extra_k is None:
             extra_k = extra_v = k.new_empty(k.shape[0], 0, *k.shape[2:])
         inputs = Tensors(q, k, v, extra_k, extra_v)
-    masks = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens, "extra_padding_mask": extra_padding_mask}
-    masks = {name: x for name, x in masks.items() if x is not None}
-    request = _with_seed(replace(known_call.request, **masks) if masks else known_call.request, q)
-    stored_inputs, request = _as_stored(inputs, request, kv_ordering, known_call.is_undone)
+    request = known_call.request
+    if known_call.masks:
+        request = replace(request, **{name: options[name] for name in known_call.masks})
+    stored_inputs, request = _as_stored(inputs, _with_seed(request, q), kv_ordering, known_call.is_undone)
     return unwatched_forward(stored_inputs, request, known_call.served, operators.dispatched_backward)
 
 

@@ -158,6 +158,16 @@ def test_a_pattern_of_the_other_kind_is_refused_by_a_door_that_does_not_take_it(
         dilated_attention(*drawn(0), NEAR)
 
 
+def test_a_mask_of_no_extra_keys_reaches_no_request(monkeypatch):
+    q, k, v = drawn(0)
+    options = {"extra_k": k[:, :0], "extra_v": v[:, :0], "extra_padding_mask": mask(0)[:, :0]}
+    requests, original = [], api.unwatched_forward
+    monkeypatch.setattr(api, "unwatched_forward", lambda *given: requests.append(given[1]) or original(*given))
+    for _ in range(2):
+        attend(q, k, v, NEAR, **options)
+    assert [request.extra_padding_mask for request in requests] == [None], "the second call was known"
+
+
 def test_no_tensor_of_a_known_call_is_held():
     alive = []
     order = Ordering.from_permutation(torch.randperm(LENGTH))
