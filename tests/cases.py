@@ -261,6 +261,9 @@ RULES = {
     "volume, dilated": ((6, 5, 7), (3, 1, 3), (2, 1, 2), 1, (True, False, False), "clip"),
     "alone": ((6, 4), (1, 4), 1, 1, False, "shift"),
     "volume, small": ((1, 1, 3), (1, 1, 2), 1, 1, False, "shift"),
+    # Windows, strides and a dilation that are larger than the grid.
+    "plane, outgrown": ((9, 6), (14, 8), (1, 2), (3, 2), False, ("clip", "shift")),
+    "volume, outgrown": ((2, 5, 4), (9, 7, 9), (5, 1, 3), (2, 6, 1), (False, True, False), ("clip", "clip", "shift")),
 }
 # Several neighbourhoods in one softmax.
 UNIONS = {
@@ -347,8 +350,10 @@ def grids(draw):
         dilation, is_causal = draw(st.integers(1, 3)), draw(st.booleans())
         edge = draw(st.sampled_from(EDGES[:2] if is_causal else EDGES))
         window = draw(st.integers(1, max(1, most // dilation)))
+        if edge != "wrap" and draw(st.booleans()):
+            window = draw(st.integers(window, 2 * most))  # it may outgrow the axis
         stride = draw(st.integers(1, min(window, 4)))
-        least = window * dilation
+        least = window * dilation if edge == "wrap" else 1
         step = stride * dilation if edge == "wrap" else 1
         cells = -(-draw(st.integers(least, max(least, most))) // step) * step
         fields.append((cells, window, dilation, stride, is_causal, edge))

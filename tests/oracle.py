@@ -167,12 +167,14 @@ def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: b
             ranks = [j for j in range(leader - window + 1, leader + 1) if 0 <= j <= i]
         else:
             begin = min(group + stride // 2, m - 1) - window // 2
+            held = window
             if edge == "shift":
+                held = min(window, m)
                 while begin < 0:
                     begin += 1
-                while begin + window > m:
+                while begin + held > m:
                     begin -= 1
-            ranks = range(begin, begin + window)
+            ranks = range(begin, begin + held)
             ranks = [j % m for j in ranks] if edge == "wrap" else [j for j in ranks if 0 <= j < m]
         seen.append({line[j] for j in ranks})
     return seen

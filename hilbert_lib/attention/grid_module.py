@@ -15,7 +15,7 @@ from hilbert_lib.patterns.neighbourhood import Neighbourhood
 class NeighbourhoodAttention(ProjectedAttention):
     """Self-attention of each cell of a grid over a window around it, with projections.
 
-    One module serves every grid that is large enough for its window.
+    One module serves every grid; a window that goes round needs one that holds it.
 
     Args:
         embed_dim: size of a token.

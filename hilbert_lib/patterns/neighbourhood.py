@@ -2,6 +2,9 @@
 
 A window is a product over the axes of the grid. `Axis` has the rules of one axis, and `Neighbourhood` joins them.
 Nothing holds a table of length squared.
+
+A window may be larger than the grid. The fields of a `Neighbourhood` are as given; `Neighbourhood.axes` has the fitted
+numbers, with which every cell sees the same keys. Kernels, plans and counts read `axes` alone.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +28,7 @@ class Axis:
 
     Cell x has rank i = x // dilation there, of m ranks. `stride` neighbouring queries are a group, which shares a
     window of `window` keys around its middle. On a causal axis the window ends at the group's last query, and a query
-    leaves out the keys past itself.
+    leaves out the keys past itself. A window that is moved inside has at most m keys.
     """
 
     cells: int
@@ -34,6 +37,22 @@ class Axis:
     stride: int
     is_causal: bool
     edge: str
+
+    def fitted(self) -> "Axis":
+        """The same keys of every cell, by a dilation, a window and a stride that no number of cells outgrows.
+
+        With M ranks in the longest sub-axis, a window of M that is moved inside, or that ends with its query, holds all
+        of them, and so does a clipped one of 2 * M - 1. Where a window goes round, the numbers fit already.
+
+        >>> Axis(6, 50, 1, 50, False, "shift").fitted().window, Axis(6, 50, 1, 50, False, "clip").fitted().window
+        (6, 11)
+        """
+        if self.edge == "wrap":
+            return self
+        dilation = min(self.dilation, self.cells)
+        ranks = -(-self.cells // dilation)
+        window = min(self.window, ranks if self.is_causal or self.edge == "shift" else 2 * ranks - 1)
+        return replace(self, dilation=dilation, window=window, stride=min(self.stride, window))
 
     def ranks(self, cell: Tensor) -> tuple[Tensor, Tensor]:
         """Rank of each cell on its sub-axis, and number of cells of that sub-axis."""
@@ -46,7 +65,7 @@ class Axis:
         if self.is_causal:
             return (torch.minimum(group + self.stride - 1, count - 1) - self.window + 1).clamp(min=0)
         start = torch.minimum(group + self.stride // 2, count - 1) - self.window // 2
-        return torch.minimum(start.clamp(min=0), count - self.window) if self.edge == "shift" else start
+        return torch.minimum(start, count - self.window).clamp(min=0) if self.edge == "shift" else start
 
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether each query attends to each key: bool, of cells that broadcast."""
@@ -60,7 +79,7 @@ class Axis:
     def pairs(self, queries: slice = slice(None)) -> int:
         """Number of pairs of a query and a key that attend, of all queries or of a slice of them."""
         cell = torch.arange(self.cells, device="cpu")[queries]
-        if not self.is_causal and self.edge != "clip":
+        if self.edge == "wrap":
             return len(cell) * self.window
         (rank, count), start = self.ranks(cell), self.start(cell)
         end = rank + 1 if self.is_causal else torch.minimum(start + self.window, count)
@@ -77,14 +96,16 @@ class Neighbourhood(Pattern):
 
     Args:
         shape: 1, 2 or 3 sides [cells].
-        window: cells that a query sees along each axis, odd or even. One value or one for each axis, as all below.
-        dilation: distance of two neighbouring keys, 1 by default. window * dilation is at most the side.
-        stride: so many neighbouring queries share one window, 1 by default, at most the window.
+        window: cells that a query sees along each axis, odd or even. One value or one for each axis, as all below. It
+            may be larger than the grid, unless it goes round: window * dilation is then at most the side.
+        dilation: distance of two neighbouring keys, 1 by default.
+        stride: so many neighbouring queries share one window, 1 by default, at most the window as given.
         is_causal: whether keys past the query along the axis are left out: keys c - w + 1 to i, where c, the last of
             the query's group, is min(i // s * s + s - 1, m - 1).
         edge: what happens to a window that begins at c - w // 2, with c = min(i // s * s + s // 2, m - 1), and leaves
-            the axis. "shift" moves it inside, so that every query has w keys; "clip" leaves out what is outside;
-            "wrap" goes round, along sides that are multiples of stride * dilation. Causal windows are clipped.
+            the axis. "shift" moves it inside, so that every query has w keys, or all m where w is larger; "clip"
+            leaves out what is outside; "wrap" goes round, along sides that are multiples of stride * dilation. Causal
+            windows are clipped.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
@@ -118,7 +139,7 @@ class Neighbourhood(Pattern):
         axes = tuple(Axis(*values) for values in zip(*values_by_name.values(), strict=True))
         for n, axis in enumerate(axes):
             _check_axis(n, axis)
-        object.__setattr__(self, "axes", axes)  # the rules along each axis
+        object.__setattr__(self, "axes", tuple(axis.fitted() for axis in axes))  # the rules along each axis
 
     @property
     def pairs(self) -> int:
@@ -275,10 +296,10 @@ def _by_axis(name: str, value: object, axes: int) -> tuple:
 
 
 def _check_axis(n: int, axis: Axis) -> None:
-    if axis.window * axis.dilation > axis.cells:
+    if axis.edge == "wrap" and axis.window * axis.dilation > axis.cells:
         raise ValueError(
-            f"window * dilation must be at most the side of axis {n}, {axis.cells} cells; got {axis.window} * "
-            f"{axis.dilation}"
+            f"window * dilation must be at most the side of axis {n}, {axis.cells} cells, where edge is 'wrap'; got "
+            f"{axis.window} * {axis.dilation}"
         )
     if axis.stride > axis.window:
         raise ValueError(f"stride must be at most the window of axis {n}, {axis.window}; got {axis.stride}")

@@ -164,7 +164,7 @@ def tensors_of(request: Request, device: torch.device) -> tuple[Tensor | None, .
 def rules(inputs: Tensors, request: Request) -> dict:
     """Arguments that every kernel for grids takes, the warp-specialised ones too."""
     q, near, part = inputs.q, request.neighbourhoods[0], request.part
-    windows = tuple((1,) * (3 - len(near.axes)) + neighbourhood.window for neighbourhood in request.neighbourhoods)
+    windows = tuple(tuple(axis.window for axis in axes_of(each)) for each in request.neighbourhoods)
     inverse = inverse_of(request, q.device)
     return _of_axes(near) | {
         "windows": _windows(windows, q.device),

@@ -105,6 +105,9 @@ def test_windows_tiles_and_blocks_are_those_of_the_definition(near, q_block, kv_
     assert near.keys(near.length // 2).equal(mask[near.length // 2].nonzero()[:, 0])
     assert near.queries(near.length // 2).equal(mask[:, near.length // 2].nonzero()[:, 0])
     for axis in near.axes:
+        ranks = -(-axis.cells // axis.dilation)
+        assert axis.dilation <= axis.cells
+        assert axis.window <= (2 * ranks - 1 if axis.edge == "clip" and not axis.is_causal else ranks)
         found = torch.zeros(axis.cells, axis.cells, dtype=torch.int)
         for queries, keys, seen in zip(*axis_tiles(axis, q_block), strict=True):
             assert len(keys[keys >= 0].unique()) == (keys >= 0).sum()
@@ -135,7 +138,8 @@ def test_a_query_of_a_part_sees_the_same_keys_in_the_grid_that_these_are(edge, s
     random, served = Random(0), 0
     rules = {"stride": stride, "is_causal": edge == "causal", "edge": "clip" if edge == "causal" else edge}
     for _ in range(300):
-        cells, window = 3 * random.randint(4, 9), random.randint(stride, 11)
+        cells = 3 * random.randint(4, 9)
+        window = random.randint(stride, 11 if edge == "wrap" else random.choice((11, 2 * cells)))
         each = [Neighbourhood((cells,), w, **rules) for w in (window, random.randint(stride, window))]
         first = random.randrange(cells)
         last = random.randint(first + 1, cells)
@@ -294,7 +298,7 @@ WRONG = [
     (lambda: Neighbourhood((), 1), "shape must hold at least one"),
     (lambda: Neighbourhood((2, 2, 2, 2), 1), "shape must have 1 to 3 sides"),
     (lambda: Neighbourhood((4, 4), (1, 2, 3)), "window must be one value or one for each of the 2 axes"),
-    (lambda: Neighbourhood((4, 8), 3, (1, 3)), "side of axis 1, 8 cells; got 3 \\* 3"),
+    (lambda: Neighbourhood((4, 8), 3, (1, 3), edge="wrap"), "side of axis 1, 8 cells, .* 'wrap'; got 3 \\* 3"),
     (lambda: Neighbourhood((4, 4), (1, 2), 1, 2), "stride must be at most the window of axis 0, 1; got 2"),
     (lambda: Neighbourhood((4, 4), 2, 1, 1, (False, True), "wrap"), "edge must be 'shift' or 'clip' along axis 1"),
     (lambda: Neighbourhood((4, 6), 2, 1, (1, 2), False, ("clip", "torus")), r"edge\[1\] must be one of shift, clip"),
@@ -358,6 +362,15 @@ def test_a_module_projects_and_serves_every_grid():
     with pytest.raises(ValueError, match="kv_heads must divide num_heads 3, got 2"):
         NeighbourhoodAttention(12, 3, window=3, kv_heads=2)
     assert "num_heads=3, kv_heads=1, window=3" in repr(module)
+
+
+def test_an_image_passes_through_a_layer_for_video():
+    torch.manual_seed(0)
+    video = NeighbourhoodAttention(8, 2, window=(4, 3, 9), stride=(3, 1, 1), is_causal=(True, False, False))
+    image = NeighbourhoodAttention(8, 2, window=(3, 5))
+    image.load_state_dict(video.state_dict())
+    x = torch.randn(2, 6, 5, 8)
+    torch.testing.assert_close(video(x[:, None])[:, 0], image(x))  # a row of 5 cells is seen whole
 
 
 def test_memory_does_not_grow_with_length_squared(monkeypatch):

@@ -40,7 +40,12 @@ BOXED = {
 
 
 # Grids that show what none of the drawn ones does.
-SPECIAL = {"four boxes passed over": Neighbourhood((48, 16), (24, 16), stride=(24, 1))}
+SPECIAL = {
+    "four boxes passed over": Neighbourhood((48, 16), (24, 16), stride=(24, 1)),
+    "windows larger than the grid": Neighbourhood(
+        (18, 20), (28, 60), dilation=(1, 2), stride=(5, 40), edge=("clip", "shift")
+    ),
+}
 
 
 class Case(NamedTuple):
