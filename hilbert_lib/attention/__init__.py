@@ -10,7 +10,7 @@ rules          what "auto" goes by, as data
 measured_rules what was measured on this machine, in the user's cache folder
 backends       what computes a call
 triton         the fused kernels: all branches in one pass
-merge          the one associative merge of partial results
+merge          the one associative merge of partial results; merge_attention
 dropout        dropout bits keyed by position
 modules        the function as layers
 grid_parts     parts of a grid, and which cells lie in which rows
@@ -28,6 +28,7 @@ __getattr__, __dir__ = lazily(
     {
         "hilbert_lib.attention.api": ("attend", "dilated_attention", "neighbourhood_attention"),
         "hilbert_lib.attention.explain": ("explain_backend",),
+        "hilbert_lib.attention.merge": ("merge_attention",),
         "hilbert_lib.attention.modules": (
             "DilatedAttention",
             "MultiheadDilatedAttention",
