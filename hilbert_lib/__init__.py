@@ -6,7 +6,7 @@ q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first use
 but those of [suite].
 
 attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
-            merge_attention
+            attention_weights, merge_attention
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_attend, ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
@@ -28,6 +28,7 @@ PUBLIC = {
     "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
     "hilbert_lib.attention.merge": ("merge_attention",),
     "hilbert_lib.attention.modules": ("DilatedAttention", "MultiheadDilatedAttention"),
+    "hilbert_lib.attention.weights": ("attention_weights",),
     "hilbert_lib.curves.coordinates": ("curve_coordinates", "curve_index"),
     "hilbert_lib.patterns.neighbourhood": ("Neighbourhood",),
     "hilbert_lib.lab.guarded.runner": ("SafeBenchmarkRunner",),
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name
     from hilbert_lib.attention.modules import (
         MultiheadDilatedAttention as MultiheadDilatedAttention,
     )
+    from hilbert_lib.attention.weights import attention_weights as attention_weights
     from hilbert_lib.curves.coordinates import curve_coordinates as curve_coordinates
     from hilbert_lib.curves.coordinates import curve_index as curve_index
     from hilbert_lib.launch.progressive import ProgressiveTester as ProgressiveTester

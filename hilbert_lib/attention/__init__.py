@@ -16,6 +16,7 @@ modules        the function as layers
 grid_parts     parts of a grid, and which cells lie in which rows
 grid_module    attention on grids as a layer
 explain        which backend serves a call
+weights        the weights with which some queries attend, and to which keys
 transforms     transforms of torch that have no rule here, refused by name
 registration   a function and its gradient as torch operators
 autograd       one validated call by one backend, and how autograd runs it
@@ -34,5 +35,6 @@ __getattr__, __dir__ = lazily(
             "MultiheadDilatedAttention",
         ),
         "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
+        "hilbert_lib.attention.weights": ("attention_weights",),
     },
 )

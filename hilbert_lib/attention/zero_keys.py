@@ -23,7 +23,7 @@ def add_zero_keys(out: Tensor, lse: Tensor, call: Request, first: int, length: i
     """
     queries = lse.shape[2]
     if call.cu_seqlens is not None and call.pattern.padding == "zeros" and not call.is_causal:
-        log_count = _log_count(call.pattern, *places_of(call.cu_seqlens, queries), kv_heads, lse.dtype)
+        log_count = log_zero_keys(call.pattern, *places_of(call.cu_seqlens, queries), kv_heads, lse.dtype)
     elif has_zero_keys(call, length):
         log_count = _log_counts(call.pattern, first, queries, length, kv_heads, lse.dtype, lse.device)
     else:
@@ -56,11 +56,16 @@ def _log_counts(
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     position = torch.arange(first, first + queries, device=device)
-    return _log_count(pattern, position, torch.full((), length, device=device), kv_heads, dtype)
+    return log_zero_keys(pattern, position, torch.full((), length, device=device), kv_heads, dtype)
 
 
-def _log_count(pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    # (kv_heads, 1, queries): the log of the number of zero keys that each query sees, in sequences of these lengths.
+def log_zero_keys(
+    pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype
+) -> Tensor:
+    """(kv_heads, 1, queries): the log of the number of zero keys that each query sees, in sequences of these lengths.
+
+    position, length: int64 of (queries,), or a length of () for all.
+    """
     count = torch.zeros(kv_heads, 1, len(position), dtype=torch.float64, device=position.device)
     for branch, (w, r) in enumerate(pattern.branches):
         size, within = length.clamp(max=w), position % w
