@@ -53,15 +53,22 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
-    query_start: int = 0,
+    query_start: int | Tensor = 0,
+    key_start: Tensor | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, queries, heads, head_dim) and lse (batch, heads, queries), float64, differentiable.
 
-    Every query sees each extra key once. Masks are True where a key is hidden.
+    Every query sees each extra key once. Masks are True where a key is hidden. Where query_start is a tensor, or
+    key_start is given, each sequence is attended to by itself: `attention_of_unequal`.
     """
+    if isinstance(query_start, Tensor) or key_start is not None:
+        options = {"is_causal": is_causal, "scale": scale}
+        batched = {"key_padding_mask": key_padding_mask, "extra_k": extra_k, "extra_v": extra_v}
+        batched["extra_padding_mask"] = extra_padding_mask
+        return attention_of_unequal(q, k, v, pattern, query_start, key_start, batched, options)
     q, k, v = q.double(), k.double(), v.double()
     (_, queries, heads, head_dim), (batch, length, kv_heads, _) = q.shape, k.shape
     rows = range(query_start, query_start + queries)
@@ -82,24 +89,58 @@ def attention(
         heads_and_rows = product(range(kv_heads), rows)
         zeros = [zero_keys_of(pattern, row, length, head, kv_heads, is_causal) for head, row in heads_and_rows]
         keys.append(k.new_zeros(batch, 1, kv_heads, head_dim))
-        values.append(v.new_zeros(batch, 1, kv_heads, v.shape[3]))
+        values.append(keys[-1])
         all_times.append(times.new_tensor(zeros).view(kv_heads, queries, 1).expand(batch, -1, -1, -1))
     keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
     times = torch.cat(all_times, -1).repeat_interleave(group, 1)
     return softmax_over(q, keys, values, times, head_dim**-0.5 if scale is None else scale)
 
 
-def weights(q: Tensor, k: Tensor, pattern, *, extra_k: Tensor | None = None, **options) -> Tensor:
-    """Weight of each key, then of each extra one, for each query: (batch, heads, queries, keys + extra) float64.
+def attention_of_unequal(
+    q: Tensor, k: Tensor, v: Tensor, pattern, query_start: int | Tensor, key_start: Tensor | None, batched: dict,
+    options: dict,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse of sequences that begin at unequal rows: each one's own rows alone, and 0 and -inf for the others."""
+    (batch, queries, heads, _), keys = q.shape, k.shape[1]
+    out = q.new_zeros(q.shape, dtype=torch.float64)
+    lse = torch.full((batch, heads, queries), -torch.inf, dtype=torch.float64, device=q.device)
+    outs, lses = list(out.unbind(0)), list(lse.unbind(0))
+    for b in range(batch):
+        first = int(query_start[b]) if isinstance(query_start, Tensor) else query_start
+        begin = 0 if key_start is None else min(max(int(key_start[b]), 0), keys)
+        rows = [t for t in range(queries) if begin <= first + t < keys]
+        if not rows:
+            continue
+        own = {name: None if x is None else x[b : b + 1] for name, x in batched.items()}
+        if own["key_padding_mask"] is not None:
+            own["key_padding_mask"] = own["key_padding_mask"][:, begin:]
+        own_q, own_k, own_v = q[b : b + 1, rows], k[b : b + 1, begin:], v[b : b + 1, begin:]
+        start = first + rows[0] - begin
+        alone = shortened(pattern, keys - begin)
+        own_out, own_lse = attention(own_q, own_k, own_v, alone, query_start=start, **own, **options)
+        at = torch.tensor(rows, device=q.device)
+        outs[b] = outs[b].index_copy(0, at, own_out[0])
+        lses[b] = lses[b].index_copy(1, at, own_lse[0])
+    return torch.stack(outs), torch.stack(lses)
 
-    Values of 1 for one key, and 0 for the others, make its weight the output. Options as in `attention`.
-    """
-    batch, keys, kv_heads, _ = k.shape
-    extra = 0 if extra_k is None else extra_k.shape[1]
-    each = torch.eye(keys + extra, dtype=torch.float64, device=k.device)
-    v, extra_v = each[:, None].expand(batch, -1, kv_heads, -1).split((keys, extra), 1)
-    extra_options = {} if extra_k is None else {"extra_k": extra_k, "extra_v": extra_v}
-    return attention(q, k, v, pattern, **extra_options, **options)[0].transpose(1, 2)
+
+def shortened(pattern, length: int):
+    """The pattern for a sequence of this length: a neighbourhood of one axis has so many cells."""
+    if hasattr(pattern, "patterns"):
+        return _Rules(patterns=[shortened(part, length) for part in pattern.patterns])
+    by_head = getattr(pattern, "by_head", pattern)
+    if isinstance(by_head, tuple):
+        return tuple(shortened(near, length) for near in by_head)
+    if not hasattr(pattern, "window"):
+        return pattern
+    names = ("window", "dilation", "stride", "is_causal", "edge")
+    return _Rules(shape=(length,), **{name: getattr(pattern, name) for name in names})
+
+
+class _Rules:
+    # A pattern as the oracle reads one, by its fields.
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
 
 
 def attending(pattern, **options) -> Callable:

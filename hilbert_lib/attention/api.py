@@ -11,7 +11,7 @@ from hilbert_lib.attention.autograd import needs_gradient, served_by, unwatched_
 from hilbert_lib.attention.choice import is_undone, serving
 from hilbert_lib.attention.failures import KernelError, first_that_compiles
 from hilbert_lib.attention.known_calls import KnownCall
-from hilbert_lib.attention.request import TENSORS, Request, Tensors, without_tensors
+from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Tensors, without_tensors
 from hilbert_lib.attention.validation import as_pattern, validated
 from hilbert_lib.checks import suggesting, unscripted
 from hilbert_lib.internals import is_watched
@@ -33,7 +33,8 @@ def attend(
     scale: float | None = None,
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
-    query_start: int | None = None,
+    query_start: int | Tensor | None = None,
+    key_start: Tensor | None = None,
     kv_ordering: Ordering | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -54,7 +55,7 @@ def attend(
         pattern: a `DilatedPattern` for sequences; a `Neighbourhood` for grids, or a tuple of one for each KV head.
         scale: factor of the scores, above 0; by default head_dim ** -0.5.
         key_padding_mask: (batch, keys) bool, True = no weight.
-        is_causal, dropout_p, query_start, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in
+        is_causal, dropout_p, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in
             `dilated_attention`.
         ordering, extra_k, extra_v, extra_padding_mask: for grids alone, as in `neighbourhood_attention`.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
@@ -86,6 +87,7 @@ def attend(
         dropout_p=dropout_p,
         key_padding_mask=key_padding_mask,
         query_start=query_start,
+        key_start=key_start,
         kv_ordering=kv_ordering,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
@@ -110,7 +112,8 @@ def dilated_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
-    query_start: int | None = None,
+    query_start: int | Tensor | None = None,
+    key_start: Tensor | None = None,
     kv_ordering: Ordering | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -137,13 +140,21 @@ def dilated_attention(
         query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
             by default all cover the same positions. Of a cache that is not full, give the rows that are, or fill the
             rest with zeros: some backends multiply a NaN in it by a weight of 0.
+            A (batch,) tensor of int32 or int64 on the device of q is one for each sequence, whose values the host never
+            reads: unequal caches, and CUDA graphs. A row of q beyond those of k then has output 0 and lse -inf.
+        key_start: (batch,) int32 or int64 on the device of q: the row of k at which each sequence begins, of a batch
+            that is padded on the left; by default 0. Rows of k before it have no weight, and positions, segments and
+            keys of zeros count from it: q's row t is position query_start + t - key_start, and has output 0 and lse
+            -inf where that is below 0. A value is taken into the range of k's rows. Without it a padded sequence lies
+            at later positions, and so in other segments, than alone, also where key_padding_mask hides the padding.
         kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order. On a GPU
             "auto" copies k and v in sequence order first where that costs less than to read through a table.
         cu_seqlens: (documents + 1,) int32 on the device of q: documents lie one after the other in a batch of 1, and
             document i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1. Each is attended to by itself, its segments and
             lengths counted from its first row; it may be empty. The first value is 0 and the last q's length. Not with
-            key_padding_mask, query_start or kv_ordering. Backend "triton", which "auto" then takes first, serves all in
-            one call, and on a GPU without a wait: wrong values stop the GPU. Others loop, and wait for the lengths.
+            key_padding_mask, query_start, key_start or kv_ordering. Backend "triton", which "auto" then takes first,
+            serves all in one call, and on a GPU without a wait: wrong values stop the GPU. Others loop, and wait for
+            the lengths.
         max_seqlen: at least the length of every document, if it is known; by default it is not.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve. "hopper" is the
             warp-specialised kernels of this library, "triton" its plain ones, which also decode.
@@ -177,6 +188,7 @@ def dilated_attention(
         dropout_p=dropout_p,
         key_padding_mask=key_padding_mask,
         query_start=query_start,
+        key_start=key_start,
         kv_ordering=kv_ordering,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
@@ -287,7 +299,8 @@ def computed(
         results = operators.attention(stored_inputs, stored_request, chosen)
         if form is not None:
             served = served_by(chosen, request.pattern, q)
-            masks = tuple(name for name in TENSORS if name in options and getattr(request, name) is not None)
+            arguments = {name: ARGUMENTS.get(name, name) for name in TENSORS if getattr(request, name) is not None}
+            masks = {name: argument for name, argument in arguments.items() if argument in options}
             takes_extra = inputs.extra_k is not None
             known_calls.remember(form, KnownCall(without_tensors(request), served, undone, takes_extra, masks))
         return results
@@ -308,7 +321,7 @@ def _computed_again(
         inputs = Tensors(q, k, v, extra_k, extra_v)
     request = known_call.request
     if known_call.masks:
-        request = replace(request, **{name: options[name] for name in known_call.masks})
+        request = replace(request, **{name: options[argument] for name, argument in known_call.masks.items()})
     stored_inputs, request = _as_stored(inputs, _with_seed(request, q), kv_ordering, known_call.is_undone)
     return unwatched_forward(stored_inputs, request, known_call.served, operators.dispatched_backward)
 

@@ -140,7 +140,8 @@ def _copies_cost_less(asked: str, device: torch.device, call: Request, rows: int
     # Whether "auto" has k and v copied in sequence order even for a backend that reads them through a table.
     keys = sum(min(w, rows) / r**2 for w, r in call.pattern.branches)
     is_short = rows < UNDONE_FROM or keys < UNDONE_KEYS
-    return asked == "auto" and device.type == "cuda" and call.query_start is None and not is_short
+    decodes = call.query_start is not None or call.query_starts is not None
+    return asked == "auto" and device.type == "cuda" and not decodes and not is_short
 
 
 def first_that_serves(q: Tensor, k: Tensor, call: Request, names: Sequence[str]) -> str:

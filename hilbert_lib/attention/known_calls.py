@@ -34,7 +34,8 @@ class KnownCall(NamedTuple):
     served: Served  # the backend
     is_undone: bool  # whether k and v are put in sequence order first
     takes_extra: bool  # whether the pattern's kind has extra keys, be they none
-    masks: tuple[str, ...]  # the arguments that the request takes as they are: a mask of no extra keys is none
+    # Fields of the request -> the arguments that it takes as they are: a mask of no extra keys is none.
+    masks: dict[str, str]
 
 
 _calls: dict[Form, KnownCall] = {}

@@ -80,7 +80,8 @@ class DilatedAttention(Layer):
         key_padding_mask: Tensor | None = None,
         *,
         is_causal: bool = False,
-        query_start: int | None = None,
+        query_start: int | Tensor | None = None,
+        key_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
@@ -110,6 +111,7 @@ class DilatedAttention(Layer):
             dropout_p=self.dropout if self.training else 0.0,
             key_padding_mask=key_padding_mask,
             query_start=query_start,
+            key_start=key_start,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             kv_ordering=ordering,

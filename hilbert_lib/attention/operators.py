@@ -26,6 +26,7 @@ from hilbert_lib.attention.documents import rows_of
 from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import register
 from hilbert_lib.attention.request import GridPart, Request, Tensors, tensors_of
+from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.internals import is_watched, made_outside_modes
 from hilbert_lib.ordering import KINDS, CheckedPermutation, Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -92,6 +93,8 @@ def _arguments(request: Request) -> tuple:
         request.extra_padding_mask,
         _numbers_of_part(request.part),
         request.slots,
+        request.query_starts,
+        request.key_start,
         _permutation(request.ordering),
     )
 
@@ -201,6 +204,7 @@ def _pair_elements(shapes: tuple, arguments: tuple) -> int:
 def pair_count(request: Request, shapes: tuple) -> int:
     """Pairs of a query and a key that attend in one call, over all batches and query heads.
 
+    Where sequences begin at rows that the device alone knows, it is the most that may attend.
     shapes: of q, k, v and of extra_k and extra_v, which are None where there are none.
     """
     if isinstance(request.pattern, Union):
@@ -209,6 +213,8 @@ def pair_count(request: Request, shapes: tuple) -> int:
             part_shapes = shapes if number == 0 else (*shapes[:3], None, None)  # extra keys are seen once
             total += pair_count(replace(request, pattern=pattern), part_shapes)
         return total
+    if has_starts(request):
+        return _most_pairs(request, shapes)
     if isinstance(request.pattern, DilatedPattern):
         return _sequence_pairs(request, shapes)
     if isinstance(request.pattern, HeadNeighbourhoods):
@@ -220,6 +226,19 @@ def pair_count(request: Request, shapes: tuple) -> int:
         return sum(count(range(length), length) for length in lengths)
     first = int(request.first_query)
     return batch * count(range(first, first + int(queries)), int(keys))
+
+
+def _most_pairs(request: Request, shapes: tuple) -> int:
+    # Each query with as many keys as any position sees; or all pairs of sequences that begin at row 0.
+    (batch, queries, heads, _), (_, keys, kv_heads, _) = map(tuple, shapes[:2])
+    most, group = batch * heads * queries * keys, heads // kv_heads
+    if isinstance(request.pattern, DilatedPattern):
+        most = (
+            batch * queries * group * sum(request.pattern.most_keys(keys, head, kv_heads) for head in range(kv_heads))
+        )
+    if request.query_start is None and request.query_starts is None:
+        most = min(most, pair_count(replace(request, key_start=None), shapes))
+    return most
 
 
 def _sequence_pairs(request: Request, shapes: tuple) -> int:

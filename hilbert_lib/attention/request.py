@@ -50,7 +50,7 @@ class Request:
     dropout_p: float = 0.0  # share of attention probabilities that are dropped, in [0, 1)
     seed: Tensor | None = None  # (1,) int64 on the device of q where dropout_p > 0: the key of the dropout bits
     key_padding_mask: Tensor | None = None  # (batch, keys) bool, True = no weight; on a grid by slots
-    query_start: int | None = None  # position of q's first row; None where q, k and v cover the same positions
+    query_start: int | None = None  # row of k at which q begins; None where both have the same rows
     inverse: Tensor | None = None  # (keys,) int32, the slot in which k and v hold each position; None in sequence order
     # Whether the merged out and lse that the backward is given hold more than this call. Only "flex" has to know: it
     # differentiates its own results.
@@ -62,6 +62,9 @@ class Request:
     extra_padding_mask: Tensor | None = None  # (batch, extra) bool, True = no weight
     part: GridPart | None = None  # of the grid
     slots: Tensor | None = None  # (cells of the grid,) int32, each one's row in k, -1 for none: q has the first ones
+    # Of sequences that begin at rows which only the device knows: see `starts.py`.
+    query_starts: Tensor | None = None  # (batch,) int32 or int64: query_start of each
+    key_start: Tensor | None = None  # (batch,) likewise: the row of k at which each begins
 
     @property
     def first_query(self) -> int:
@@ -95,6 +98,7 @@ class Request:
 # The tensors of a request, each of them or None, for autograd; a function of C, since every call asks twice.
 TENSORS = tuple(field.name for field in fields(Request) if field.type == Tensor | None)
 tensors_of = attrgetter(*TENSORS)
+ARGUMENTS = {"query_starts": "query_start"}  # those that users give by another name
 
 
 def with_tensors(request: Request, tensors: tuple[Tensor | None, ...]) -> Request:

@@ -8,8 +8,9 @@ from torch import Tensor
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.starts import check_starts
 from hilbert_lib.attention.transforms import refuse_tracers
-from hilbert_lib.checks import boolean, dense_tensor, integer, number, positive
+from hilbert_lib.checks import boolean, dense_tensor, number, positive
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
@@ -25,6 +26,7 @@ DEFAULTS = {
     "is_causal": False,
     "dropout_p": 0.0,
     "query_start": None,
+    "key_start": None,
     "kv_ordering": None,
     "cu_seqlens": None,
     "max_seqlen": None,
@@ -61,15 +63,15 @@ def validated(
     boolean("is_causal", options["is_causal"])
     boolean("return_lse", return_lse)
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
-    sequence_options = {name: options[name] for name in ("query_start", "kv_ordering")}
+    sequence_options = {name: options[name] for name in ("query_start", "key_start", "kv_ordering")}
     max_seqlen = check_documents(
         q, options["cu_seqlens"], options["max_seqlen"], key_padding_mask=key_padding_mask, **sequence_options
     )
     if pattern.length is None:
-        query_start = _checked_query_start(q, k, options["query_start"])
+        query_start, query_starts = check_starts(q, k, options["query_start"], options["key_start"])
         _check_kv_ordering(options["kv_ordering"], k)
     else:
-        query_start = None
+        query_start = query_starts = None
         _check_cells(q, k, *(shard_cells or (pattern.length, f"the grid {pattern.shape}")))
     extra_k = extra_v = extra_padding_mask = None
     if "extra_k" in pattern.options:
@@ -91,6 +93,8 @@ def validated(
         max_seqlen=max_seqlen,
         ordering=_checked_ordering(options["ordering"], k.shape[1]),
         extra_padding_mask=extra_padding_mask,
+        query_starts=query_starts,
+        key_start=options["key_start"],
     )
     return Tensors(q, k, v, extra_k, extra_v), request
 
@@ -205,19 +209,6 @@ def check_backend(backend: object, pattern: Pattern | type[Pattern]) -> str:
     if backend != "auto" and backend not in names:
         raise ValueError(f"backend must be one of auto, {', '.join(names)} for a {pattern.noun}; got {backend!r}")
     return backend
-
-
-def _checked_query_start(q: Tensor, k: Tensor, query_start: object) -> int | None:
-    queries, keys = q.shape[1], k.shape[1]
-    if query_start is None:
-        if queries != keys:
-            raise ValueError(f"k must have the length of q ({queries}) unless query_start is given, got {keys}")
-        return None
-    if queries > keys:
-        raise ValueError(f"q must have no more rows than k ({keys}) where query_start is given, got {queries}")
-    start = integer("query_start", query_start, least=0, most=keys - queries)
-    # At 0 with all rows it is the question without it, which every backend answers.
-    return None if start == 0 and queries == keys else start
 
 
 def _check_kv_ordering(ordering: object, k: Tensor) -> None:

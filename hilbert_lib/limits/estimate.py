@@ -75,6 +75,7 @@ def estimate_memory(
     dropout_p: float = 0.0,
     has_key_padding: bool = False,
     has_kv_ordering: bool = False,
+    has_key_start: bool = False,
     queries: int | None = None,
     extra: int = 0,
     device: object = None,
@@ -84,13 +85,15 @@ def estimate_memory(
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
         heads, head_dim, batch: heads of q, size of one head, sequences.
-        length: keys; on a grid it is left out, as are is_causal, dropout_p, has_kv_ordering and queries.
+        length: keys; on a grid it is left out, as are is_causal, dropout_p, has_kv_ordering, has_key_start
+            and queries.
         kv_heads: heads of k and v; by default as many as of q.
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
         backend, is_causal, dropout_p: as the functions take them.
-        has_key_padding, has_kv_ordering: whether there is such an argument; where k and v are put in sequence order
-            first, copies of both are kept for the backward. Tables that later calls share are not counted.
+        has_key_padding, has_kv_ordering, has_key_start: whether there is such an argument; a query_start that is a
+            tensor takes what a key_start does. Where k and v are put in sequence order first, copies of both are kept
+            for the backward. Tables that later calls share are not counted.
         queries: rows of q, the last positions (decoding); by default all.
         extra: keys beside those of a grid, which every query sees.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
@@ -112,13 +115,14 @@ def estimate_memory(
     dtype = check_dtype(dtype)
     checks.boolean("has_key_padding", has_key_padding)
     checks.boolean("has_kv_ordering", has_kv_ordering)
+    checks.boolean("has_key_start", has_key_start)
     device = device_or_default(device)
     heads, kv_heads = checks.grouped(heads, kv_heads)
     extra = checks.integer("extra", extra, least=0)
     pattern = as_pattern(pattern)
     if on_grid := pattern.length is not None:
         left_out = {"length": length, "queries": queries, "is_causal": is_causal, "dropout_p": dropout_p}
-        for name, value in (left_out | {"has_kv_ordering": has_kv_ordering}).items():
+        for name, value in (left_out | {"has_kv_ordering": has_kv_ordering, "has_key_start": has_key_start}).items():
             if value:
                 raise ValueError(f"{name} must be left out for a call on a grid, got {value!r}")
         near = pattern.of_heads(kv_heads)
@@ -141,8 +145,9 @@ def estimate_memory(
     options = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
     if has_kv_ordering:  # any one: the choice asks whether there is one
         options["kv_ordering"] = Ordering.linear(length)
+    starts = torch.empty(batch, dtype=torch.int64, device="meta") if has_key_start else None
     options, named = options | {"pattern": pattern}, backend
-    backend = _serving(q, k, padding, device, named, direction == "backward", backends, options)
+    backend = _serving(q, k, padding, starts, device, named, direction == "backward", backends, options)
     is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)
     if on_grid:
         call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding)
@@ -150,13 +155,13 @@ def estimate_memory(
     else:
         seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
         slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
-        call = Request(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
+        call = Request(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots, key_start=starts)
         leaves = Tensors(q, k, k)
     serving_backend = backends[backend]
     if (
         device.type == "cuda"
         and not torch.cuda.is_available()
-        and (reason := serving_backend.limits(q, call) or serving_backend.of_keys(q, k, call))
+        and (reason := serving_backend.refusal_of_sizes(q, k, call))
     ):
         raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
@@ -191,8 +196,8 @@ def estimate_memory(
 
 
 def _serving(
-    q: Tensor, k: Tensor, padding: Tensor | None, device: torch.device, backend: str, gradient: bool,
-    backends: dict[str, Backend], options: dict,
+    q: Tensor, k: Tensor, padding: Tensor | None, starts: Tensor | None, device: torch.device, backend: str,
+    gradient: bool, backends: dict[str, Backend], options: dict,
 ) -> str:  # fmt: skip
     """The backend that would run a call of tensors like these. Where the GPU is absent it must be named."""
     # Without the GPU, "reference" on the CPU checks sizes, dtype and pattern.
@@ -204,6 +209,8 @@ def _serving(
     q, k = (torch.empty(1, **needs).expand(x.shape) for x in (q, k))
     mask = None if padding is None else torch.zeros(1, dtype=torch.bool, device=place).expand(padding.shape)
     with torch.set_grad_enabled(gradient):
+        if starts is not None:
+            options = options | {"key_start": torch.zeros_like(starts, device=place)}
         explanation = explain_backend(q, k, k, key_padding_mask=mask, backend=name, **options)
     if is_absent:
         return backend
@@ -266,7 +273,7 @@ def _inside(operator: Callable, args: tuple) -> int:
 def _traced(arguments: tuple, call: Request, backend: Backend, direction: str, device: torch.device) -> int:
     """Bytes alive at the highest point of a backend written in torch's operators, what it returns included."""
     run = backend.functions(device)[DIRECTIONS.index(direction)]
-    tensors = [x for x in (call.seed, call.key_padding_mask) if x is not None]
+    tensors = [x for x in (call.seed, call.key_padding_mask, call.key_start) if x is not None]
     with torch.no_grad(), _Alive([x for x in leaves_of(arguments) if x is not None] + tensors, device) as alive:
         results = run(*arguments, call)
         if direction == "forward":

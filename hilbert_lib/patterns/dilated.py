@@ -60,7 +60,7 @@ class DilatedPattern(Pattern):
     kind: ClassVar[str] = "dilated"
     function: ClassVar[str] = "dilated_attention"
     options: ClassVar[frozenset[str]] = frozenset(
-        ("is_causal", "dropout_p", "query_start", "kv_ordering", "cu_seqlens", "max_seqlen")
+        ("is_causal", "dropout_p", "query_start", "key_start", "kv_ordering", "cu_seqlens", "max_seqlen")
     )
 
     segment_lengths: tuple[int, ...]
@@ -244,14 +244,22 @@ class DilatedPattern(Pattern):
         >>> DilatedPattern((4,), (2,)).mask(0, p, p, kv_head=0, kv_heads=1).int().tolist()
         [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
         """
+        options = {"kv_head": kv_head, "kv_heads": kv_heads, "is_causal": is_causal}
+        return self.batch_mask(branch, queries[None], keys[None], **options)[0]
+
+    def batch_mask(
+        self, branch: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False,
+        lengths: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`mask` of each sequence of a batch: (batch, nq, nk) bool of queries (batch, nq) and keys (batch, nk)."""
         w = self.segment_lengths[self._branch(branch)]
         if branch not in self.head_branches(kv_head, kv_heads):
-            return torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
-        inside = self.contains(branch, queries, kv_head, kv_heads)[:, None]
-        inside = inside & self.contains(branch, keys, kv_head, kv_heads)
-        inside &= queries[:, None] // w == keys // w
+            return torch.zeros(*queries.shape, keys.shape[1], dtype=torch.bool, device=queries.device)
+        queries, keys = queries[:, :, None], keys[:, None]
+        inside = self.contains(branch, queries, kv_head, kv_heads) & self.contains(branch, keys, kv_head, kv_heads)
+        inside &= queries // w == keys // w
         if is_causal:
-            inside &= keys <= queries[:, None]
+            inside &= keys <= queries
         return inside
 
     def masks(self, queries: Tensor, keys: Tensor, **options) -> Tensor:
@@ -265,20 +273,13 @@ class DilatedPattern(Pattern):
         """
         length = integer("length", length, least=1, most=LARGEST)
         position = integer("position", position, least=0, most=length - 1)
-        options = {"kv_head": kv_head, "kv_heads": kv_heads, "is_causal": is_causal}
-        branches = self.head_branches(kv_head, kv_heads)
-        return torch.cat([self.part_keys(branch, position, length, **options) for branch in branches]).sort().values
-
-    def part_keys(
-        self, branch: int, query: int, length: int, *, kv_head: int, kv_heads: int, is_causal: bool = False
-    ) -> Tensor:
-        """The keys below length that a query sees through a branch that the head uses: (n,) int64, ascending."""
-        w, r = self.branches[branch]
-        offset, first = self.offset(branch, kv_head, kv_heads), query // w * w
-        if (query - first) % r != offset:
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        end = min(first + w, query + 1 if is_causal else length, length)
-        return torch.arange(first + offset, end, r, device="cpu")
+        keys_by_branch = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for w, r, offset in self._used_branches(kv_head, kv_heads):
+            first = position // w * w
+            if (position - first) % r == offset:
+                end = min(first + w, position + 1 if is_causal else length, length)
+                keys_by_branch.append(torch.arange(first + offset, end, r, device="cpu"))
+        return torch.cat(keys_by_branch).sort().values
 
     def covered(self, length: int, kv_head: int, kv_heads: int) -> int:
         """Number of positions in at least one branch of a KV head.
@@ -287,6 +288,15 @@ class DilatedPattern(Pattern):
         500000000
         """
         return covered(integer("length", length, least=0), frozenset(self._used_branches(kv_head, kv_heads)))
+
+    def most_keys(self, length: int, kv_head: int, kv_heads: int) -> int:
+        """The most keys that a query of a KV head sees in sequences up to a length.
+
+        >>> DilatedPattern((4, 8), (1, 3)).most_keys(16, kv_head=0, kv_heads=1)
+        7
+        """
+        length, used = integer("length", length, least=0), self._used_branches(kv_head, kv_heads)
+        return sum(rows_in_segment(min(w, length), r, offset) for w, r, offset in used)
 
     def _used_branches(self, kv_head: int, kv_heads: int) -> list[tuple[int, int, int]]:
         """(segment length, dilation rate, offset) of the branches that a KV head uses."""

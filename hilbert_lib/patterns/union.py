@@ -83,10 +83,10 @@ class Union(Pattern):
         pattern_part, number = divmod(part, len(self.patterns))
         return self.patterns[number].mask(pattern_part, queries, keys, **options)
 
-    def part_keys(self, part: int, query: int, length: int, **options) -> Tensor:
-        """The keys that a query sees through one part; options as in `Pattern.part_keys`."""
+    def batch_mask(self, part: int, queries: Tensor, keys: Tensor, **options) -> Tensor:
+        """`mask` of each sequence of a batch; options as in `Pattern.batch_mask`."""
         pattern_part, number = divmod(part, len(self.patterns))
-        return self.patterns[number].part_keys(pattern_part, query, length, **options)
+        return self.patterns[number].batch_mask(pattern_part, queries, keys, **options)
 
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether each query attends to each key through any of the patterns."""

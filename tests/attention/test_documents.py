@@ -156,6 +156,8 @@ WRONG = {
         (lambda: packed(max_seqlen=11), "max_seqlen must be at least the length of every document, 12, got 11"),
         (lambda: packed(None, max_seqlen=11), "max_seqlen must be None without cu_seqlens, got 11"),
         (lambda: packed(query_start=0), "query_start must be None with cu_seqlens, got 0"),
+        (lambda: packed(query_start=CU[:1]), "query_start must be None with cu_seqlens, got Tensor"),
+        (lambda: packed(key_start=CU[:1]), "key_start must be None with cu_seqlens, got Tensor"),
         (lambda: packed(kv_ordering=Ordering.linear(TOTAL)), "kv_ordering must be None with cu_seqlens, got Ordering"),
         (lambda: packed(key_padding_mask=CU[None] > 0), "key_padding_mask must be None with cu_seqlens, got Tensor"),
         (lambda: packed(backend="flex"), "backend='flex' .*(no cu_seqlens|needs a CUDA device)"),

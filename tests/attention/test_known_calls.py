@@ -39,6 +39,8 @@ CALLS = {
     "order that is undone": (PATTERN, lambda seed: {"kv_ordering": HILBERT, "backend": "sdpa"}),
     "order that is read": (PATTERN, lambda seed: {"kv_ordering": HILBERT, "backend": "reference"}),
     "a decoder's step": (PATTERN, lambda seed: {"query_start": 20, "is_causal": True}),
+    "a sequence that begins later": (PATTERN, lambda seed: {"key_start": torch.tensor([2 + seed])}),
+    "a step of unequal caches": (PATTERN, lambda seed: {"query_start": torch.tensor([9 * seed]), "is_causal": True}),
     "documents": (PATTERN, lambda seed: {"cu_seqlens": torch.tensor([0, 11 + seed, LENGTH], dtype=torch.int32)}),
     "grid": (NEAR, lambda seed: {}),
     "grid along a curve": (NEAR, lambda seed: {"ordering": HILBERT, "key_padding_mask": mask(seed)}),
@@ -51,7 +53,7 @@ def computed(name: str, seed: int) -> list[torch.Tensor]:
     """Output, lse and all gradients."""
     pattern, options_of = CALLS[name]
     options = options_of(seed)
-    tensors = drawn(seed, queries=5 if name == "a decoder's step" else LENGTH)
+    tensors = drawn(seed, queries=5 if "step" in name else LENGTH)
     torch.manual_seed(seed)
     out, lse = attend(*tensors, pattern, return_lse=True, **options)
     leaves = [*tensors, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]

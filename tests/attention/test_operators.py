@@ -53,10 +53,11 @@ OPTIONS = {
     "padding": {"key_padding_mask": PADDING},
     "dropout": {"dropout_p": 0.3},
     "decoding": {"query_start": 5, "is_causal": True},
+    "unequal": {"query_start": torch.tensor([6], device=DEVICE), "key_start": torch.tensor([2], device=DEVICE)},
     "grid": {"ordering": HILBERT, "key_padding_mask": PADDING},
 }
 NEAR = Neighbourhood((3, 4), (3, 2), edge=("clip", "wrap"))
-ROWS = {option: 5 if option == "decoding" else LENGTH for option in OPTIONS}
+ROWS = {option: 5 if option in ("decoding", "unequal") else LENGTH for option in OPTIONS}
 BACKENDS = ["sdpa", "eager", "reference", "auto"] + ["triton"] * (kernel_mode() != "absent")
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
@@ -78,8 +79,8 @@ def results(attend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 # What each backend is asked for here. The reference and "auto" differ from eager in what they compute, not in how they
 # are called.
-ASKED = {backend: list(OPTIONS) for backend in BACKENDS}
-ASKED |= {"sdpa": ["plain", "causal", "ordering"], "reference": ["causal", "dropout", "grid"]}
+ASKED = {backend: [option for option in OPTIONS if (backend, option) != ("triton", "unequal")] for backend in BACKENDS}
+ASKED |= {"sdpa": ["plain", "causal", "ordering"], "reference": ["causal", "dropout", "unequal", "grid"]}
 ASKED |= {"auto": ["ordering", "padding", "grid"]}
 
 
@@ -163,6 +164,13 @@ def test_the_operators_on_grids_pass_opcheck(backend, extra):
 
 
 CHECKED = [("eager", True), *((b, False) for b in BACKENDS if b != "auto")]  # what is empty reaches no backend
+
+
+def test_the_operators_pass_opcheck_with_starts():
+    leaves = qkv(rows=5)
+    check_operators(leaves, Request(PATTERN, scale=0.5, **OPTIONS["unequal"] | {"query_start": 6}), "eager")
+    starts = {"query_starts": OPTIONS["unequal"]["query_start"], "key_start": OPTIONS["unequal"]["key_start"]}
+    check_operators(leaves, Request(PATTERN, scale=0.5, **starts), "eager")
 
 
 @pytest.mark.parametrize(("backend", "is_empty"), CHECKED)

@@ -1,6 +1,5 @@
 """What ranks replay of CUDA graphs, in the tests of the ring."""
 
-import gc
 from functools import partial
 
 import torch
@@ -43,11 +42,7 @@ def replays(what: str, *, padded: bool = False, ordering: str = "none", **option
 
 
 def graphed_module() -> list[str]:
-    """Likewise of a module that torch captures, whose backward is another graph.
-
-    Its graphs are in a circle of references: torch makes a class for them. The rank ends with them all the same.
-    """
-    gc.disable()  # as where it does not run before the end by chance
+    """Likewise of a module that torch captures, whose backward is another graph."""
     *leaves, dout = tensors()
     module = RingDilatedAttention(PATTERN)
     like = tuple(torch.zeros_like(x).requires_grad_() for x in leaves)

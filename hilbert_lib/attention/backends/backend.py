@@ -32,6 +32,11 @@ FIRST_OPTIONS |= {"cu_seqlens", "max_seqlen", "ordering", "extra_padding_mask", 
 _LATER = tuple(
     (field.name, field.default) for field in fields(Request) if field.name not in FIRST_OPTIONS | {"is_part"}
 )
+NOT_SERVED = {  # what a backend says that does not serve a later option
+    "part": "computes no part of a grid",
+    "query_starts": "no query_start that is a tensor: it would have to read it on the device",
+    "key_start": "no key_start: it would have to read it on the device",
+}
 SPREADS = "a NaN in a masked key reaches other rows of its segment"
 
 
@@ -73,13 +78,22 @@ class Backend:
 
     def refusal_whatever_the_keys(self, q: Tensor, call: Request) -> str:
         """The part of `refusal` that does not hang on how many keys and KV heads there are."""
-        for name, default in _LATER:
-            if name not in self.options and getattr(call, name) != default:
-                return "computes no part of a grid" if name == "part" else f"no {name}"
+        if refused := self._refusal_of_options(call):
+            return refused
         if self.package and (absent := presence.absence(self.package)):
             return absent
         refused = self.here(q, call) or self.limits(q, call)
         return refused or (presence.breakage(self.package) if self.package else "")
+
+    def refusal_of_sizes(self, q: Tensor, k: Tensor, call: Request) -> str:
+        """The part of `refusal` that does not hang on the machine."""
+        return self._refusal_of_options(call) or self.limits(q, call) or self.of_keys(q, k, call)
+
+    def _refusal_of_options(self, call: Request) -> str:
+        for name, default in _LATER:
+            if name not in self.options and getattr(call, name) is not default:
+                return NOT_SERVED.get(name, f"no {name}")
+        return ""
 
 
 def is_exporting() -> bool:

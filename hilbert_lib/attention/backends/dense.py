@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib.attention.backends import backend as shared
+from hilbert_lib.attention.backends import reference, strided
 from hilbert_lib.attention.backends.backend import SPREADS, Backend, dense_refusal, gpu_refusal, half
 from hilbert_lib.attention.backends.kernel import Eager, Grads, Kernel, Problem
 from hilbert_lib.attention.backends.strided import over_views
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.starts import STARTS, has_starts
 from hilbert_lib.internals import dense_operators
 
 REACH = 2**31  # elements that signed 32-bit arithmetic tells apart
@@ -219,6 +221,18 @@ def _cudnn_here(q: Tensor, call: Request) -> str:
     return gpu_refusal(q) or _absence("cudnn_attention")
 
 
+def _eager_forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
+    if has_starts(call):  # views have one beginning for all sequences
+        return reference.forward_by_rows(inputs, call)
+    return strided.forward(inputs, call, Eager)
+
+
+def _eager_backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request) -> tuple[Tensor, ...]:
+    if has_starts(call):
+        return reference.backward_by_rows(dout, inputs, out, lse, call)
+    return strided.backward(dout, inputs, out, lse, call, Eager)
+
+
 # The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/limits/test_estimate.py holds
 # them against what a GPU allocates.
 _ON_CPU = WithoutLse if _absence("flash_attention_for_cpu") else CpuFlash
@@ -241,9 +255,10 @@ BACKENDS = (
     ),
     Backend(
         name="eager",
-        note="matrix products over strided views",
+        note="matrix products over strided views; dense masks where sequences begin at rows that the device knows",
         colour="#999999",
         caveat=SPREADS,
-        **over_views(Eager),
+        functions=lambda device: (_eager_forward, _eager_backward),
+        options=STARTS,
     ),
 )

@@ -16,6 +16,7 @@ from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.dropout import is_named, name_table, named, of_branches
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 
@@ -56,7 +57,7 @@ def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
         of_keys=of_keys,
         caveat=caveat,
         workspace=partial(_workspace, name, backends_for),
-        options=("part",),
+        options=("part", *STARTS),
     )
 
 

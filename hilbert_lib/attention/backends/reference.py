@@ -1,6 +1,6 @@
 """The oracle: dense masks, one softmax over the multiset of keys, for every pattern. Slow, obvious, any dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.grid_parts import as_returned, cells_of, padding_of
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.starts import STARTS, has_starts, lengths_of, positions_of
 from hilbert_lib.patterns.pattern import Pattern
 
 SCORES_AT_ONCE = 2**22  # of "eager", which takes some rows of q at a time; of all query heads of a KV head
@@ -29,7 +30,7 @@ class _Head(NamedTuple):
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, queries)."""
-    return _forward(inputs, request, [slice(0, inputs.q.shape[1])])
+    return _forward(inputs, request, [slice(0, inputs.q.shape[1])], _weighted_sum)
 
 
 def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
@@ -38,8 +39,9 @@ def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: R
 
 
 def forward_by_rows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    """`forward`, some rows of q at a time."""
-    return _forward(inputs, request, _row_chunks(inputs))
+    """`forward`, some rows of q at a time. The host does not wait where sequences begin at rows of the device."""
+    weighted_sum = _weighted_sum_of_seen if has_starts(request) else _weighted_sum
+    return _forward(inputs, request, _row_chunks(inputs), weighted_sum)
 
 
 def backward_by_rows(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
@@ -54,7 +56,7 @@ def _row_chunks(inputs: Tensors) -> list[slice]:
     return [slice(first, min(first + count, queries)) for first in range(0, queries, count)]
 
 
-def _forward(inputs: Tensors, request: Request, chunks: list[slice]) -> tuple[Tensor, Tensor]:
+def _forward(inputs: Tensors, request: Request, chunks: list[slice], weighted_sum: Callable) -> tuple[Tensor, Tensor]:
     q = inputs.q
     out = torch.zeros(q.shape, dtype=WORKING_DTYPE[q.dtype], device=q.device)
     lse = out.new_zeros(q.shape[0], q.shape[2], q.shape[1])
@@ -67,7 +69,7 @@ def _forward(inputs: Tensors, request: Request, chunks: list[slice]) -> tuple[Te
             # A row without keys is NaN here and 0 after the mask; so is one whose scores are all -inf.
             attends = torch.cat(head.masks, -1) & own_lse[..., None].ne(-torch.inf)
             weights = torch.where(attends, scores.softmax(-1), 0.0) * torch.cat(head.dropout_factors, -1)
-            out[:, rows, head.heads] = _weighted_sum(weights, head.v, head.masks)
+            out[:, rows, head.heads] = weighted_sum(weights, head.v, head.masks)
             lse[:, head.heads, rows] = own_lse
     return out.to(q.dtype), lse
 
@@ -106,7 +108,8 @@ def _heads(inputs: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
     kv_heads = inputs.k.shape[2]
     group = heads // kv_heads
     queries, keys = _positions(inputs, request)
-    queries = queries[rows]
+    queries = queries[:, rows]
+    options = {"is_causal": request.is_causal, "lengths": lengths_of(request, inputs.k.shape[1])}
     k, v = inputs.k, inputs.v
     extra = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
     if extra:
@@ -116,14 +119,15 @@ def _heads(inputs: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
         query_heads = slice(kv_head * group, (kv_head + 1) * group)
         masks, dropout_factors = [], []
         for number, part in enumerate(pattern.head_parts(kv_head, kv_heads)):
-            mask = pattern.mask(
-                part, queries.clamp(min=0), keys, kv_head=kv_head, kv_heads=kv_heads, is_causal=request.is_causal
+            mask = pattern.batch_mask(
+                part, queries.clamp(min=0), keys.clamp(min=0), kv_head=kv_head, kv_heads=kv_heads, **options
             )
             # Every query sees the extra keys once, whatever parts there are.
-            mask = torch.nn.functional.pad(mask, (0, extra), value=number == 0) & (queries >= 0)[:, None]
-            masks.append(mask.expand(batch, 1, -1, -1) & ~hidden)
+            mask = torch.nn.functional.pad(mask & (keys >= 0)[:, None], (0, extra), value=number == 0)
+            mask = mask & (queries >= 0)[:, :, None]
+            masks.append(mask[:, None].expand(batch, 1, -1, -1) & ~hidden)
             factor = _dropout_factor(request, part, queries, keys, batch, query_heads, dtype)
-            dropout_factors.append(factor.expand(batch, group, *mask.shape))
+            dropout_factors.append(factor.expand(batch, group, *mask.shape[1:]))
         yield _Head(
             kv_head,
             query_heads,
@@ -136,12 +140,12 @@ def _heads(inputs: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
 
 
 def _positions(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    # The position of each row of q, -1 where it is not computed, and of each row of k.
-    if request.pattern.length is not None:
-        return cells_of(inputs, request)
-    device, first = inputs.q.device, request.first_query
-    queries = torch.arange(first, first + inputs.q.shape[1], device=device)
-    return queries, torch.arange(inputs.k.shape[1], device=device)
+    # The position of each row of q, below 0 where it is not computed, and of each row of k, below 0 where nobody sees
+    # it: of each sequence, or of all, (batch or 1, rows).
+    if request.pattern.length is not None and not has_starts(request):
+        queries, keys = cells_of(inputs, request)
+        return queries[None], keys[None]
+    return positions_of(request, inputs.q.shape[1], inputs.k.shape[1], inputs.q.device)
 
 
 def _dropout_factor(
@@ -156,8 +160,8 @@ def _dropout_factor(
         batch=torch.arange(batch, device=queries.device)[:, None, None, None],
         head=torch.arange(heads.start, heads.stop, device=queries.device)[:, None, None],
         branch=part,
-        queries=queries[:, None],
-        keys=keys,
+        queries=queries.clamp(min=0)[:, None, :, None],
+        keys=keys.clamp(min=0)[:, None, None],
     )
     return is_kept.to(dtype) / (1.0 - request.dropout_p)
 
@@ -179,6 +183,14 @@ def _weighted_sum(weights: Tensor, v: Tensor, masks: list[Tensor]) -> Tensor:
     return out
 
 
+def _weighted_sum_of_seen(weights: Tensor, v: Tensor, masks: list[Tensor]) -> Tensor:
+    # weights @ v without a wait for the device. A NaN or inf in a row of v that none of these queries sees, as of a
+    # cache that is not full, reaches none.
+    per_key = weights.unflatten(-1, (len(masks), v.shape[1])).sum(-2)
+    seen = torch.stack(masks).any(0).any(2)[:, 0]  # (batch, keys)
+    return torch.einsum("bhqk,bkd->bqhd", per_key, v.masked_fill(~seen[..., None], 0.0))
+
+
 BACKENDS = (
     Backend(
         serves=Pattern,
@@ -186,7 +198,7 @@ BACKENDS = (
         note="dense masks: memory grows with length squared",
         colour="#AA4499",
         functions=lambda device: (forward, backward),
-        options=("part",),
+        options=("part", *STARTS),
     ),
     Backend(
         serves=Pattern,
@@ -194,6 +206,6 @@ BACKENDS = (
         note="dense masks of some queries at a time",
         colour="#999999",
         functions=lambda device: (forward_by_rows, backward_by_rows),
-        options=("part",),
+        options=("part", *STARTS),
     ),
 )
