@@ -6,6 +6,7 @@ q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first use
 but those of [suite].
 
 attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
+            attention_weights, merge_attention
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_attend, ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
@@ -25,7 +26,9 @@ PUBLIC = {
     "hilbert_lib.attention.api": ("attend", "dilated_attention", "neighbourhood_attention"),
     "hilbert_lib.attention.explain": ("explain_backend",),
     "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
+    "hilbert_lib.attention.merge": ("merge_attention",),
     "hilbert_lib.attention.modules": ("DilatedAttention", "MultiheadDilatedAttention"),
+    "hilbert_lib.attention.weights": ("attention_weights",),
     "hilbert_lib.curves.coordinates": ("curve_coordinates", "curve_index"),
     "hilbert_lib.patterns.neighbourhood": ("Neighbourhood",),
     "hilbert_lib.lab.guarded.runner": ("SafeBenchmarkRunner",),
@@ -68,12 +71,14 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name
     from hilbert_lib.attention.api import neighbourhood_attention as neighbourhood_attention
     from hilbert_lib.attention.explain import explain_backend as explain_backend
     from hilbert_lib.attention.grid_module import NeighbourhoodAttention as NeighbourhoodAttention
+    from hilbert_lib.attention.merge import merge_attention as merge_attention
     from hilbert_lib.attention.modules import (
         DilatedAttention as DilatedAttention,
     )
     from hilbert_lib.attention.modules import (
         MultiheadDilatedAttention as MultiheadDilatedAttention,
     )
+    from hilbert_lib.attention.weights import attention_weights as attention_weights
     from hilbert_lib.curves.coordinates import curve_coordinates as curve_coordinates
     from hilbert_lib.curves.coordinates import curve_index as curve_index
     from hilbert_lib.launch.progressive import ProgressiveTester as ProgressiveTester

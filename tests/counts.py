@@ -49,3 +49,15 @@ class ElementsMade(TorchDispatchMode):
         made = operator(*args, **(kwargs or {}))
         self.count += sum(x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor))
         return made
+
+
+class ElementsAllocated(ElementsMade):
+    """Counts the elements in the memory that torch's operators take anew in a block: no views, nothing given back."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.count += x.untyped_storage().nbytes() // x.element_size()
+        return made

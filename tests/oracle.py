@@ -89,7 +89,7 @@ def attention(
         heads_and_rows = product(range(kv_heads), rows)
         zeros = [zero_keys_of(pattern, row, length, head, kv_heads, is_causal) for head, row in heads_and_rows]
         keys.append(k.new_zeros(batch, 1, kv_heads, head_dim))
-        values.append(keys[-1])
+        values.append(v.new_zeros(batch, 1, kv_heads, v.shape[3]))
         all_times.append(times.new_tensor(zeros).view(kv_heads, queries, 1).expand(batch, -1, -1, -1))
     keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
     times = torch.cat(all_times, -1).repeat_interleave(group, 1)
@@ -141,6 +141,19 @@ class _Rules:
     # A pattern as the oracle reads one, by its fields.
     def __init__(self, **fields):
         self.__dict__.update(fields)
+
+
+def weights(q: Tensor, k: Tensor, pattern, *, extra_k: Tensor | None = None, **options) -> Tensor:
+    """Weight of each key, then of each extra one, for each query: (batch, heads, queries, keys + extra) float64.
+
+    Values of 1 for one key, and 0 for the others, make its weight the output. Options as in `attention`.
+    """
+    batch, keys, kv_heads, _ = k.shape
+    extra = 0 if extra_k is None else extra_k.shape[1]
+    each = torch.eye(keys + extra, dtype=torch.float64, device=k.device)
+    v, extra_v = each[:, None].expand(batch, -1, kv_heads, -1).split((keys, extra), 1)
+    extra_options = {} if extra_k is None else {"extra_k": extra_k, "extra_v": extra_v}
+    return attention(q, k, v, pattern, **extra_options, **options)[0].transpose(1, 2)
 
 
 def attending(pattern, **options) -> Callable:

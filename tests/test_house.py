@@ -62,13 +62,13 @@ FLOORS = {
             "known_calls",
             "api",
         ),
-        *("torchscale", "modules", "grid_module", "explain"),
+        *("torchscale", "modules", "grid_module", "explain", "weights"),
     ],
     "ring": ["plan", "rank", "agreement", "spread", "attention", "module"],
 }
 FOLDERS = {
-    "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention "
-    "NeighbourhoodAttention",
+    "attention": "attention_weights dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention "
+    "neighbourhood_attention NeighbourhoodAttention",
     "curves": "curve_coordinates curve_index",
     "ring": "Rectangles RingDilatedAttention RingNeighbourhoodAttention Runs gather plan_halo plan_ring "
     "ring_attend ring_dilated_attention ring_neighbourhood_attention run_ranks shard",

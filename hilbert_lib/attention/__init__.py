@@ -10,12 +10,13 @@ rules          what "auto" goes by, as data
 measured_rules what was measured on this machine, in the user's cache folder
 backends       what computes a call
 triton         the fused kernels: all branches in one pass
-merge          the one associative merge of partial results
+merge          the one associative merge of partial results; merge_attention
 dropout        dropout bits keyed by position
 modules        the function as layers
 grid_parts     parts of a grid, and which cells lie in which rows
 grid_module    attention on grids as a layer
 explain        which backend serves a call
+weights        the weights with which some queries attend, and to which keys
 transforms     transforms of torch that have no rule here, refused by name
 registration   a function and its gradient as torch operators
 autograd       one validated call by one backend, and how autograd runs it
@@ -28,10 +29,12 @@ __getattr__, __dir__ = lazily(
     {
         "hilbert_lib.attention.api": ("attend", "dilated_attention", "neighbourhood_attention"),
         "hilbert_lib.attention.explain": ("explain_backend",),
+        "hilbert_lib.attention.merge": ("merge_attention",),
         "hilbert_lib.attention.modules": (
             "DilatedAttention",
             "MultiheadDilatedAttention",
         ),
         "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
+        "hilbert_lib.attention.weights": ("attention_weights",),
     },
 )

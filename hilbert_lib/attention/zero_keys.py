@@ -26,7 +26,7 @@ def add_zero_keys(out: Tensor, lse: Tensor, call: Request, first: int, length: i
     if has_starts(call) and has_zero_keys(call, length):
         log_count = _log_count_of_starts(call, queries, length, kv_heads, lse)
     elif call.cu_seqlens is not None and call.pattern.padding == "zeros" and not call.is_causal:
-        log_count = _log_count(call.pattern, *places_of(call.cu_seqlens, queries), kv_heads, lse.dtype)
+        log_count = log_zero_keys(call.pattern, *places_of(call.cu_seqlens, queries), kv_heads, lse.dtype)
     elif has_zero_keys(call, length):
         log_count = _log_counts(call.pattern, first, queries, length, kv_heads, lse.dtype, lse.device)
     else:
@@ -61,7 +61,7 @@ def _log_counts(
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     position = torch.arange(first, first + queries, device=device)
-    return _log_count(pattern, position, torch.full((), length, device=device), kv_heads, dtype)
+    return log_zero_keys(pattern, position, torch.full((), length, device=device), kv_heads, dtype)
 
 
 def _log_count_of_starts(call: Request, queries: int, keys: int, kv_heads: int, lse: Tensor) -> Tensor:
@@ -69,12 +69,17 @@ def _log_count_of_starts(call: Request, queries: int, keys: int, kv_heads: int, 
     position, _ = positions_of(call, queries, keys, lse.device)
     length = position.new_full((), keys) if call.key_start is None else lengths_of(call, keys)[:, None]
     position, length = torch.broadcast_tensors(position, length)
-    return _log_count(call.pattern, position.clamp(min=0), length, kv_heads, lse.dtype)
+    return log_zero_keys(call.pattern, position.clamp(min=0), length, kv_heads, lse.dtype)
 
 
-def _log_count(pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    # (kv_heads, 1, queries) of positions (queries,): the log of the number of zero keys that each query sees, in
-    # sequences of these lengths. Positions may be (batch, queries).
+def log_zero_keys(
+    pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype
+) -> Tensor:
+    """(kv_heads, 1, queries): the log of the number of zero keys that each query sees, in sequences of these lengths.
+
+    position: int64 of (queries,), or of (batch, queries) with results (batch, kv_heads, 1, queries). length: int64 that
+        broadcasts to it.
+    """
     *batch, queries = position.shape
     count = torch.zeros(*batch, kv_heads, 1, queries, dtype=torch.float64, device=position.device)
     for branch, (w, r) in enumerate(pattern.branches):

@@ -5,6 +5,7 @@ torchrun --nnodes 2 ... -m hilbert_lib.launch.worker_main MODULE:FUNCTION --argu
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -123,6 +124,7 @@ def _call(parsed: argparse.Namespace, path: Path) -> None:
     result = json.dumps({"result": function(order)})
     if on_gpu:
         torch.cuda.synchronize()  # a kernel's error is this rank's error
+        gc.collect()  # NCCL ends once all CUDA graphs with its kernels are freed, those in a circle of references too
     dist.destroy_process_group()
     write_whole(path, result)
 

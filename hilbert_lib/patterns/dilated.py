@@ -273,13 +273,20 @@ class DilatedPattern(Pattern):
         """
         length = integer("length", length, least=1, most=LARGEST)
         position = integer("position", position, least=0, most=length - 1)
-        keys_by_branch = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        for w, r, offset in self._used_branches(kv_head, kv_heads):
-            first = position // w * w
-            if (position - first) % r == offset:
-                end = min(first + w, position + 1 if is_causal else length, length)
-                keys_by_branch.append(torch.arange(first + offset, end, r, device="cpu"))
-        return torch.cat(keys_by_branch).sort().values
+        options = {"kv_head": kv_head, "kv_heads": kv_heads, "is_causal": is_causal}
+        branches = self.head_branches(kv_head, kv_heads)
+        return torch.cat([self.part_keys(branch, position, length, **options) for branch in branches]).sort().values
+
+    def part_keys(
+        self, branch: int, query: int, length: int, *, kv_head: int, kv_heads: int, is_causal: bool = False
+    ) -> Tensor:
+        """The keys below length that a query sees through a branch that the head uses: (n,) int64, ascending."""
+        w, r = self.branches[branch]
+        offset, first = self.offset(branch, kv_head, kv_heads), query // w * w
+        if (query - first) % r != offset:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        end = min(first + w, query + 1 if is_causal else length, length)
+        return torch.arange(first + offset, end, r, device="cpu")
 
     def covered(self, length: int, kv_head: int, kv_heads: int) -> int:
         """Number of positions in at least one branch of a KV head.

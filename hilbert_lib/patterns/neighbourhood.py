@@ -76,6 +76,15 @@ class Axis:
         in_window = (ahead >= 0) & (ahead < self.window) & (query % self.dilation == key % self.dilation)
         return in_window & (key_rank <= rank) if self.is_causal else in_window
 
+    def keys(self, cell: Tensor) -> Tensor:
+        """The cells that one cell () attends to: (n,) int64, ascending."""
+        _, count = self.ranks(cell)
+        ranks = self.start(cell) + torch.arange(self.window, device="cpu")
+        if self.edge == "wrap":
+            ranks = (ranks % count).sort().values
+        cells = ranks[(ranks >= 0) & (ranks < count)] * self.dilation + cell % self.dilation
+        return cells[self.attends(cell, cells)]
+
     def pairs(self, queries: slice = slice(None)) -> int:
         """Number of pairs of a query and a key that attend, of all queries or of a slice of them."""
         cell = torch.arange(self.cells, device="cpu")[queries]
@@ -166,7 +175,11 @@ class Neighbourhood(Pattern):
 
         TypeError or ValueError if the position is no integer or not on the grid; `queries` raises the same.
         """
-        return self._positions([axis.attends(cell, cells) for axis, cell, cells in self._lines(position)])
+        return self._positions([axis.keys(cell) for axis, cell in self._places(position)])
+
+    def part_keys(self, part: int, query: int, length: int, **options) -> Tensor:
+        """The cells that a query attends to: `keys`, for every KV head."""
+        return self.keys(query)
 
     def queries(self, position: int) -> Tensor:
         """The positions that attend to a key: (n,) int64, ascending.
@@ -174,21 +187,23 @@ class Neighbourhood(Pattern):
         >>> Neighbourhood((2, 4), 2).queries(0).tolist()
         [0, 1, 4, 5]
         """
-        return self._positions([axis.attends(cells, cell) for axis, cell, cells in self._lines(position)])
+        lines = []
+        for axis, cell in self._places(position):
+            cells = torch.arange(axis.cells, device="cpu")
+            lines.append(cells[axis.attends(cells, cell)])
+        return self._positions(lines)
 
-    def _lines(self, position: int) -> list[tuple[Axis, Tensor, Tensor]]:
-        # Each axis, the position's cell along it, and all cells of it. `coordinates` takes positions off the grid too.
+    def _places(self, position: int) -> list[tuple[Axis, Tensor]]:
+        # Each axis, and the position's cell along it. `coordinates` takes positions off the grid too.
         position = checks.integer("position", position, least=0, most=self.length - 1)
-        cell = self.coordinates(torch.tensor(position, device="cpu"))
-        cells = zip(self.axes, cell, strict=True)
-        return [(axis, place, torch.arange(axis.cells, device="cpu")) for axis, place in cells]
+        return list(zip(self.axes, self.coordinates(torch.tensor(position, device="cpu")), strict=True))
 
     def _positions(self, lines: list[Tensor]) -> Tensor:
-        # Positions of the cells that are inside along every axis.
-        inside = torch.zeros(1, dtype=torch.int64, device="cpu")
-        for line in lines:
-            inside = (inside[:, None] * len(line) + line.nonzero()[:, 0]).flatten()
-        return inside
+        # Positions of the product of some cells of every axis.
+        positions = torch.zeros(1, dtype=torch.int64, device="cpu")
+        for side, cells in zip(self.shape, lines, strict=True):
+            positions = (positions[:, None] * side + cells).flatten()
+        return positions
 
     def of_heads(self, kv_heads: int) -> "HeadNeighbourhoods":
         """The same neighbourhood for every KV head."""
@@ -267,6 +282,10 @@ class HeadNeighbourhoods(Pattern):
     ) -> Tensor:
         """Whether each pair of cells attends: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
         return self.by_head[kv_head].attends(queries[:, None], keys)
+
+    def part_keys(self, part: int, query: int, length: int, *, kv_head: int, **options) -> Tensor:
+        """The cells that a query of a KV head attends to."""
+        return self.by_head[kv_head].keys(query)
 
     @property
     def specification(self) -> Specification:

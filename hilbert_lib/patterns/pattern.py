@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 COUNTED_AT_ONCE = 2**24  # pairs of one mask
+KEYS_AT_ONCE = 2**20  # of one query, in one mask
 SEPARATORS = frozenset(" ,|")  # characters between the words of a specification
 KINDS: dict[str, type["Pattern"]] = {}  # kind, the first word of a specification -> class of the pattern
 Specification = tuple[str, tuple[int, ...]]  # a pattern as the operators take it: words, and integers
@@ -86,6 +87,20 @@ class Pattern:
         lengths: (batch,) int64, tokens of each, where they are fewer than the cells of the grid. options: of `mask`.
         """
         return torch.stack([self.mask(part, *rows, **options) for rows in zip(queries, keys, strict=True)])
+
+    def part_keys(
+        self, part: int, query: int, length: int, *, kv_head: int, kv_heads: int, is_causal: bool = False
+    ) -> Tensor:
+        """The keys below length that one query sees through one part: (n,) int64 on the CPU, ascending.
+
+        Here masks of some keys at a time find them; a pattern that knows its keys returns them at once.
+        """
+        row, found = torch.tensor([query], device="cpu"), [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for first in range(0, length, KEYS_AT_ONCE):
+            keys = torch.arange(first, min(first + KEYS_AT_ONCE, length), device="cpu")
+            mask = self.mask(part, row, keys, kv_head=kv_head, kv_heads=kv_heads, is_causal=is_causal)
+            found.append(keys[mask[0]])
+        return torch.cat(found)
 
     def pairs_of(self, queries: range, keys: int, *, heads: int, kv_heads: int, is_causal: bool = False) -> int:
         """Pairs of a query and a key that attend in one sequence, over all query heads, counted by masks.

@@ -88,6 +88,11 @@ class Union(Pattern):
         pattern_part, number = divmod(part, len(self.patterns))
         return self.patterns[number].batch_mask(pattern_part, queries, keys, **options)
 
+    def part_keys(self, part: int, query: int, length: int, **options) -> Tensor:
+        """The keys that a query sees through one part; options as in `Pattern.part_keys`."""
+        pattern_part, number = divmod(part, len(self.patterns))
+        return self.patterns[number].part_keys(pattern_part, query, length, **options)
+
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether each query attends to each key through any of the patterns."""
         attends = self.patterns[0].attends(query, key)

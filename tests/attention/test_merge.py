@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import BRANCHES, LAYOUTS, SHAPES, attended, check, drawn, in_pairs
+from cases import BRANCHES, LAYOUTS, SHAPES, attended, check, drawn, in_pairs, refusals
 
-from hilbert_lib import DilatedPattern
+from hilbert_lib import DilatedPattern, merge_attention
 from hilbert_lib.attention import merge as merging
 from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.merge import merge
@@ -50,6 +50,79 @@ def test_weights_in_float32_lose_no_digits_to_a_large_lse_or_to_many_parts(parts
         merged = merge(*merged, *part)
     unit = torch.finfo(torch.float32).eps  # outputs are of the order of 1
     assert (merged[0].double() - exact).abs().max() < 10 * unit
+
+
+def some_results(dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """outs and lses of three calls; each has rows without keys, and a row of no call has any."""
+    generator = torch.Generator().manual_seed(0)
+    lse = 3 * torch.randn(3, 2, 4, 5, generator=generator, dtype=torch.float64)
+    lse[torch.rand(3, 2, 4, 5, generator=generator) < 0.3] = -torch.inf
+    lse[:, 0, 1, 2] = -torch.inf
+    out = torch.randn(3, 2, 5, 4, 3, generator=generator, dtype=torch.float64)
+    out = out.where(lse.transpose(2, 3)[..., None] != -torch.inf, 0.0)
+    return list(out.to(dtype)), list(lse.to(torch.promote_types(dtype, torch.float32)))
+
+
+def merged_by_definition(outs, lses) -> tuple[torch.Tensor, ...]:
+    """out, lse and the weight of each call in every row, in float64."""
+    lses = torch.stack(list(lses)).double()
+    lse = lses.logsumexp(0)
+    weights = (lses - lse.nan_to_num(neginf=0.0)).exp().transpose(2, 3)[..., None]
+    return (weights * torch.stack(list(outs)).double()).sum(0), lse, weights
+
+
+def test_merged_calls_and_their_gradients_are_what_the_definition_says():
+    outs, lses = ([x.requires_grad_() for x in each] for each in some_results())
+    out, lse = merge_attention(outs, lses)
+    right, right_lse, weights = merged_by_definition(*([x.detach() for x in each] for each in (outs, lses)))
+    torch.testing.assert_close((out, lse), (right, right_lse), atol=1e-14, rtol=1e-14)
+    assert (lse == -torch.inf).sum() >= 1
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out, lse), (*outs, *lses), (dout, dlse))
+    towards = (dout * (torch.stack(outs) - right)).sum(-1) + dlse.transpose(1, 2)
+    wanted = *(weights * dout), *(weights[..., 0] * towards).transpose(2, 3)
+    torch.testing.assert_close(grads, wanted, atol=1e-14, rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_merged_calls_are_summed_in_float32_and_rounded_once(dtype):
+    outs, lses = some_results(dtype)
+    out, lse = torch.compile(merge_attention, backend="eager", fullgraph=True)(outs, lses)
+    right, right_lse, _ = merged_by_definition(outs, lses)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), right_lse, atol=2e-6, rtol=0)
+    # Half a unit in the last place, and float32's error.
+    assert ((out.double() - right).abs() <= torch.finfo(dtype).eps / 2 * right.abs() + 1e-6).all()
+    torch.testing.assert_close(merge_attention(outs[:1], lses[:1]), (outs[0], lses[0]))
+
+
+OUT, LSE = torch.ones(2, 3, 4, 5), torch.ones(2, 4, 3)
+test_wrong_results_to_merge_are_named = refusals(
+    {
+        TypeError: [
+            (lambda: merge_attention(OUT, [LSE]), "outs must be a list of tensors, got Tensor"),
+            (lambda: merge_attention([OUT], None), "lses must be a list of tensors, got NoneType"),
+            (lambda: merge_attention([None], [LSE]), r"outs\[0\] must be a tensor, got NoneType"),
+            (lambda: merge_attention([OUT.int()], [LSE]), r"outs\[0\] must be float16, .* got torch.int32"),
+            (lambda: merge_attention([OUT, OUT.half()], [LSE] * 2), r"outs\[1\] must be torch.float32 .*float16"),
+            (
+                lambda: merge_attention([OUT.half()] * 2, [LSE, LSE.half()]),
+                r"lses\[1\] must be torch.float32 .*float16",
+            ),
+            (lambda: merge_attention([OUT], [LSE.double()]), r"lses\[0\] must be torch.float32 .*float64"),
+            (lambda: merge_attention(outs=[OUT], lse=[LSE]), "no argument 'lse'; did you mean 'lses'"),
+        ],
+        ValueError: [
+            (lambda: merge_attention([], []), "outs must hold at least one tensor, got none"),
+            (lambda: merge_attention([OUT] * 2, [LSE]), r"lses must hold as many tensors as outs \(2\), got 1"),
+            (lambda: merge_attention([OUT[0]], [LSE]), r"outs\[0\] must be \(batch, seq, heads, head_dim\), got"),
+            (lambda: merge_attention([OUT, OUT[:1]], [LSE] * 2), r"outs\[1\] must have shape \(2, 3, 4, 5\) .* \(1, 3"),
+            (lambda: merge_attention([OUT], [LSE.mT]), r"lses\[0\] must have shape \(2, 4, 3\) .* got \(2, 3, 4\)"),
+            (lambda: merge_attention([OUT, OUT.to("meta")], [LSE] * 2), r"outs\[1\] must be on the device .* got meta"),
+        ],
+    }
+)
 
 
 def some_rows(dtype: torch.dtype, batch: int) -> tuple[torch.Tensor, ...]:

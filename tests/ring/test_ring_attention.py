@@ -24,7 +24,8 @@ from hilbert_lib.ring.spread import ALONE, sequence_layout
 
 TOGETHER = 4  # ranks that are started once, for all tests of as many and of fewer
 AT_ONCE = 16  # ranks, in groups that share the calls on GPUs: a rank compiles one kernel after the other
-ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
+# Of a whole tensor of float64. The truth is rounded as well: on four GPUs 1.5e-14 was seen, on one of them 5e-15.
+ROUNDING = 2e-14
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
 

@@ -1,0 +1,223 @@
+"""The weights with which some queries attend, and to which keys: never a row for every query."""
+
+from bisect import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hilbert_lib.attention.documents import rows_of
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.transforms import refuse_vmap
+from hilbert_lib.attention.validation import validated
+from hilbert_lib.attention.zero_keys import log_zero_keys
+from hilbert_lib.checks import dense_tensor, integers, suggesting, unscripted
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.pattern import Pattern
+
+KEYS_AT_ONCE = 2**20  # rows of k that are gathered, of all batches; of one query there may be more
+NO_KEY = -1
+LAST = torch.iinfo(torch.int64).max
+
+
+class _Place(NamedTuple):
+    """The place of a query in its sequence, and the rows of k that hold this sequence."""
+
+    position: int
+    rows: range
+
+
+class _Keys(NamedTuple):
+    """The keys that each query sees by the pattern, each once, then the extra keys."""
+
+    keys: Tensor  # (kv_heads, queries, most) int64, rows of k, ascending; NO_KEY at the end of those of a short row
+    times: Tensor  # (kv_heads, queries, most) int64, the number of parts through which each is seen; 0 for NO_KEY
+
+
+@unscripted
+@suggesting
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern | tuple[Neighbourhood, ...],
+    queries: Tensor | Sequence[int],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    query_start: int | None = None,
+    kv_ordering: Ordering | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    ordering: Ordering | None = None,
+    extra_k: Tensor | None = None,
+    extra_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The keys that some queries see in `attend`, and the weight of each: heat maps without a matrix of all pairs.
+
+    Weights times the rows of v that `keys` names are the rows of `attend`'s output. Differentiable in q, k and extra_k
+    by autograd, which keeps the rows of k that were gathered.
+
+    Memory: results of batch * heads * queries * most elements, some times over, and `most` rows of k of each batch (or
+    2^20 rows, if they are of more queries). Time: that of these, too; for a pattern of one's own that of one mask of
+    its queries and all keys. The host waits for the values of `queries`.
+
+    Args:
+        q, k: as in `attend`.
+        pattern: as in `attend`.
+        queries: (n,) integers, the rows of q to look at, in any order.
+        is_causal, scale, key_padding_mask, query_start, kv_ordering, cu_seqlens, max_seqlen, ordering, extra_k,
+            extra_padding_mask: as in `attend`, each for the patterns that take it there.
+
+    Returns:
+        keys: (batch, heads, n, most) int64, rows of k as it is stored, ascending, then -1 where a query sees fewer
+            than the one that sees most; extra key e is k's number of rows + e. A hidden key is not listed.
+        weights: (batch, heads, n, most) float32, float64 for float64; 0 at -1. A key of two branches is listed once,
+            with both weights. They sum to 1, less the share of the zero keys of `padding="zeros"`; to 0 without keys.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+
+    >>> from hilbert_lib import DilatedPattern
+    >>> q = k = torch.ones(1, 8, 1, 4)
+    >>> keys, weights = attention_weights(q, k, DilatedPattern((2, 8), (1, 4)), [0, 5])
+    >>> keys.tolist(), weights.tolist()
+    ([[[[0, 1, 4], [4, 5, -1]]]], [[[[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]]]])
+    """
+    inputs, request = validated(
+        q,
+        k,
+        k,
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        key_padding_mask=key_padding_mask,
+        query_start=query_start,
+        kv_ordering=kv_ordering,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        ordering=ordering,
+        extra_k=extra_k,
+        extra_v=extra_k,
+        extra_padding_mask=extra_padding_mask,
+    )
+    rows = _checked_queries(queries, inputs.q.shape[1])
+    places = _places(rows, inputs, request)
+    table = _keys_seen(places, inputs, request, request.ordering if kv_ordering is None else kv_ordering)
+    is_hidden = _hidden(table, inputs, request, kv_ordering)
+    scores = _scores(rows, table, inputs, request) + table.times[:, None].to(WORKING_DTYPE[inputs.q.dtype]).log()
+    scores = scores.masked_fill(is_hidden[:, :, None], -torch.inf)
+    zero_keys = _log_zero_keys(places, request, scores)
+    weights = torch.cat([scores, zero_keys], -1).softmax(-1)[..., :-1].flatten(1, 2)
+    keys = torch.where(is_hidden, NO_KEY, table.keys).repeat_interleave(scores.shape[2], 1)
+    # Hidden keys go to the end of their row.
+    order = keys.where(keys != NO_KEY, LAST).argsort(-1)
+    return keys.gather(-1, order), weights.gather(-1, order)
+
+
+def _checked_queries(queries: object, rows: int) -> list[int]:
+    if isinstance(queries, Tensor):
+        dense_tensor("queries", queries)
+        refuse_vmap("attention_weights", queries)
+        if queries.dim() != 1 or queries.dtype == torch.bool or queries.is_floating_point() or queries.is_complex():
+            got = f"{queries.dtype} of shape {tuple(queries.shape)}"
+            raise TypeError(f"queries must be rows of q, (n,) integers; got {got}")
+        queries = queries.tolist()
+    checked = integers("queries", queries, least=0, empty=True)
+    for n, row in enumerate(checked):
+        if row >= rows:
+            raise ValueError(f"queries[{n}] must be a row of q, 0 to {rows - 1}, got {row}")
+    return list(checked)
+
+
+def _places(rows: list[int], inputs: Tensors, request: Request) -> list[_Place]:
+    keys = inputs.k.shape[1]
+    if request.cu_seqlens is not None:
+        documents = rows_of(request.cu_seqlens, keys, request.max_seqlen)
+        starts = [document.start for document in documents]
+        places = []
+        for row in rows:
+            document = documents[bisect(starts, row) - 1]
+            places.append(_Place(row - document.start, range(document.start, document.stop)))
+        return places
+    positions = [row + request.first_query for row in rows]
+    if request.ordering is not None:
+        positions = request.ordering.to("cpu").perm[rows].tolist()
+    return [_Place(position, range(keys)) for position in positions]
+
+
+def _keys_seen(places: list[_Place], inputs: Tensors, request: Request, stored: Ordering | None) -> _Keys:
+    # stored: the ordering of k. Tables are made on the CPU, where patterns know their keys.
+    pattern, cells, kv_heads = request.pattern, *inputs.k.shape[1:3]
+    slots = None if stored is None else stored.to("cpu").inverse
+    keys_by_row, times_by_row = [], []
+    for kv_head in range(kv_heads):
+        parts = pattern.head_parts(kv_head, kv_heads)
+        options = {"kv_head": kv_head, "kv_heads": kv_heads, "is_causal": request.is_causal}
+        for position, rows in places:
+            keys_by_part = [pattern.part_keys(part, position, len(rows), **options) for part in parts]
+            positions = torch.cat(keys_by_part) + rows.start
+            keys, times = (positions if slots is None else slots[positions]).unique(return_counts=True)
+            keys_by_row.append(keys)
+            times_by_row.append(times)
+    extra_keys = torch.arange(cells, cells + _extra(inputs), device="cpu")
+    tables = []
+    for rows, end, extra in ((keys_by_row, NO_KEY, extra_keys), (times_by_row, 0, torch.ones_like(extra_keys))):
+        table = pad_sequence(rows, batch_first=True, padding_value=end) if rows else extra.new_empty(0, 0)
+        table = torch.cat([table, extra.expand(len(table), -1)], 1)
+        tables.append(table.view(kv_heads, len(places), table.shape[1]).to(inputs.k.device))
+    return _Keys(*tables)
+
+
+def _extra(inputs: Tensors) -> int:
+    return 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
+
+
+def _hidden(table: _Keys, inputs: Tensors, request: Request, kv_ordering: Ordering | None) -> Tensor:
+    # Whether no key stands in a place of the table, or a mask hides it: (batch, kv_heads, queries, most) bool.
+    batch, cells, extra = len(inputs.k), inputs.k.shape[1], _extra(inputs)
+    keys, extra_keys = table.keys.split((table.keys.shape[-1] - extra, extra), -1)
+    keys = keys.clamp(min=0)
+    if kv_ordering is not None:  # the mask lies in sequence order
+        keys = kv_ordering.to(keys.device).perm[keys]
+    is_masked = []
+    for mask, columns in ((request.key_padding_mask, keys), (request.extra_padding_mask, extra_keys - cells)):
+        no_mask = columns.new_zeros((), dtype=torch.bool).expand(batch, *columns.shape)
+        is_masked.append(no_mask if mask is None else mask[:, columns])
+    return torch.cat(is_masked, -1) | (table.keys == NO_KEY)
+
+
+def _scores(rows: list[int], table: _Keys, inputs: Tensors, request: Request) -> Tensor:
+    # (batch, kv_heads, group, queries, most)
+    dtype, (batch, _, kv_heads, _) = WORKING_DTYPE[inputs.k.dtype], inputs.k.shape
+    keys = table.keys[..., : table.keys.shape[-1] - _extra(inputs)].clamp(min=0)
+    q = inputs.q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))  # (batch, queries, kv_heads, group, head_dim)
+    at_once = max(1, KEYS_AT_ONCE // max(1, batch * keys.shape[-1]))
+    scores_by_head = []
+    for kv_head in range(kv_heads):
+        head_q, k, chunks = q[:, :, kv_head], inputs.k[:, :, kv_head], []
+        for chunk_q, chunk_keys in zip(head_q.split(at_once, 1), keys[kv_head].split(at_once), strict=True):
+            chunk_k = k[:, chunk_keys].to(dtype)  # (batch, queries, most, head_dim)
+            chunks.append(torch.einsum("bqgd,bqnd->bgqn", chunk_q, chunk_k))
+        scores = torch.cat(chunks, 2)
+        if _extra(inputs):
+            extra_k = inputs.extra_k[:, :, kv_head].to(dtype)
+            scores = torch.cat([scores, torch.einsum("bqgd,bnd->bgqn", head_q, extra_k)], -1)
+        scores_by_head.append(scores)
+    return torch.stack(scores_by_head, 1) * request.scale
+
+
+def _log_zero_keys(places: list[_Place], request: Request, scores: Tensor) -> Tensor:
+    # (batch, kv_heads, group, queries, 1): the score of all zero keys of a query together. A query without any key is
+    # given one, so that its softmax has a value: its other weights are 0.
+    kv_heads, no_key = scores.shape[1], scores == -torch.inf
+    log_counts = scores.new_full((kv_heads, 1, len(places)), -torch.inf)
+    if getattr(request.pattern, "padding", "none") == "zeros" and not request.is_causal:
+        position = torch.tensor([place.position for place in places], dtype=torch.int64, device=scores.device)
+        length = torch.tensor([len(place.rows) for place in places], dtype=torch.int64, device=scores.device)
+        log_counts = log_zero_keys(request.pattern, position, length, kv_heads, scores.dtype)
+    log_counts = log_counts[..., None].expand(*scores.shape[:-1], 1)
+    return log_counts.masked_fill(no_key.all(-1, keepdim=True) & (log_counts == -torch.inf), 0.0)
