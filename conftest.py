@@ -1,10 +1,23 @@
-"""What the notebooks' cells are held to under nbval, by `make test` and by pytest on a notebook alone."""
+"""The garbage of a collection, and what the notebooks' cells are held to under nbval, also by pytest on one alone."""
 
+import gc
 from pathlib import Path
 
 import pytest
 
+# What the modules and the tests make lives to the end: neither the many imports nor the collections of garbage with
+# which measurements of memory begin need to go through it.
+gc.disable()
+
 EVIDENCE = Path(__file__).parent / "reports"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_collection_modifyitems(items):

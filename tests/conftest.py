@@ -1,6 +1,5 @@
 """What all tests share."""
 
-import gc
 import os
 import sys
 import tempfile
@@ -73,12 +72,6 @@ def pytest_xdist_auto_num_workers():
     fitting = sum(gpu.memory_bytes // WORKER_BYTES for gpu in gpus)
     # Without a GPU one more than there are cores: the tests of deadlines wait most of their time.
     return max(1, min(fitting, cores)) if gpus else cores + 1
-
-
-def pytest_collection_finish():
-    # What the modules and the tests made lives to the end: the collections with which measurements of memory begin
-    # need not go through it.
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # marks are read after it
