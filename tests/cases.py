@@ -282,6 +282,7 @@ ORDERS = {
     "random": lambda shape: Ordering.random(_cells(shape), seed=1),
     "hilbert": lambda shape: Ordering.from_curve("hilbert", _cells(shape), grid=shape if len(shape) > 1 else None),
 }
+STORED = (*ORDERS, "box")  # or row by row, q some of the cells alone
 MORE = ("nothing", "extra", "padding", "extra and padding")
 # Grids of several tiles of a GPU, as `RULES` has them.
 LARGE_RULES = {
@@ -313,13 +314,13 @@ def every_rule(sizes: dict) -> list[tuple]:
 
 def pairs_of_options(*axes) -> list[tuple]:
     """Small cases, as `check_on_grid` takes them, in which every two values of the options and of other axes meet."""
-    cases = AllPairs([*map(list, (*OPTIONS, HEADS, ORDERS, MORE, *axes))], filter_func=lambda case: _is_possible(*case))
+    cases = AllPairs([*map(list, (*OPTIONS, HEADS, STORED, MORE, *axes))], filter_func=lambda case: _is_possible(*case))
     return [(rules_of(SMALL, *case[:5]), *case[5:]) for case in cases]
 
 
 def grids_in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
     """Cases, as `check_on_grid` takes them, in which every two values of the rules and of other axes meet."""
-    cases = AllPairs([list(axis) for axis in (RULES, HEADS, ORDERS, MORE, *axes)])
+    cases = AllPairs([list(axis) for axis in (RULES, HEADS, STORED, MORE, *axes)])
     marked = [pytest.param(case, marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", marked, ids=lambda case: "-".join(map(str, case)))
 
@@ -361,7 +362,9 @@ def grids(draw):
 
 
 @lru_cache(maxsize=32)
-def expected_on_grid(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int) -> tuple:
+def expected_on_grid(
+    rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int, query_box: tuple | None = None
+) -> tuple:
     """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
     near = neighbourhoods(rules, heads)
     shape = shape_of(rules)
@@ -372,26 +375,44 @@ def expected_on_grid(rules: str | tuple, heads: str, more: str, dtype: torch.dty
         return torch.randn(batch, rows, own, head_dim, generator=generator, dtype=torch.float64).to(dtype)
 
     seq, extra = _cells(shape), EXTRA if "extra" in more else 0
-    given = [draw(seq, count), draw(seq, kv_heads), draw(seq, kv_heads), draw(extra, kv_heads), draw(extra, kv_heads)]
-    dout = draw(seq, count)
+    queries = seq if query_box is None else prod(stop - start for start, stop in query_box)
+    given = [draw(queries, count), *(draw(rows, kv_heads) for rows in (seq, seq, extra, extra))]
+    dout = draw(queries, count)
     padding = torch.rand(batch, seq, generator=generator) < 0.4 if "padding" in more else None
     extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if more == "extra and padding" else None
     hidden = {"key_padding_mask": padding, "extra_padding_mask": extra_padding}
-    exact = attending(near, scale=SCALE * head_dim**-0.5, **hidden)
+    exact = attending(near, scale=SCALE * head_dim**-0.5, query_box=query_box, **hidden)
     out, lse, *grads = differentiated(exact, [x.double() for x in (*given, dout)])
     return near, given, dout, (padding, extra_padding), out, lse, grads
 
 
+def box_in(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Some cells of a grid: the middle of its first axis, all but the end of the second, the end of the third."""
+    boxes = []
+    for n, side in enumerate(shape):
+        start = (side // 3, 0, side // 2)[n]
+        stop = (side - side // 4, side - 1, side)[n]
+        boxes.append((start, max(stop, start + 1)))
+    return tuple(boxes)
+
+
 def check_on_grid(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True) -> None:
     """Run one case and compare it with the oracle: output, lse and gradients."""
-    near, given, dout, masks, out, lse, grads = expected_on_grid(rules, heads, more, dtype, head_dim)
-    ordering = ORDERS[order](RULES.get(rules, rules)[0])
+    shape = RULES.get(rules, rules)[0]
+    query_box = box_in(shape) if order == "box" else None
+    near, given, dout, masks, out, lse, grads = expected_on_grid(rules, heads, more, dtype, head_dim, query_box)
+    ordering = None if order == "box" else ORDERS[order](shape)
 
     def ordered(x: Tensor, dim: int = 1) -> Tensor:
         return x if ordering is None else ordering.apply(x, dim=dim)
 
     padding = None if masks[0] is None else ordered(masks[0]).to(device)
-    options = {"ordering": ordering, "scale": SCALE * head_dim**-0.5, "key_padding_mask": padding}
+    options = {
+        "ordering": ordering,
+        "query_box": query_box,
+        "scale": SCALE * head_dim**-0.5,
+        "key_padding_mask": padding,
+    }
     tensors = [ordered(x) for x in given[:3]]
     if "extra" in more:
         tensors += given[3:]

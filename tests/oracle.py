@@ -55,6 +55,7 @@ def attention(
     key_padding_mask: Tensor | None = None,
     query_start: int | Tensor = 0,
     key_start: Tensor | None = None,
+    query_box: tuple | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
@@ -63,6 +64,7 @@ def attention(
 
     Every query sees each extra key once. Masks are True where a key is hidden. Where query_start is a tensor, or
     key_start is given, each sequence is attended to by itself: `attention_of_unequal`.
+    query_box: (start, stop) for each axis of a grid; q holds these cells, row by row.
     """
     if isinstance(query_start, Tensor) or key_start is not None:
         options = {"is_causal": is_causal, "scale": scale}
@@ -73,7 +75,11 @@ def attention(
     (_, queries, heads, head_dim), (batch, length, kv_heads, _) = q.shape, k.shape
     rows = range(query_start, query_start + queries)
     group = heads // kv_heads
+    if query_box is not None:
+        rows = range(length)
     times = [times_seen(pattern, rows, length, head, kv_heads, is_causal) for head in range(kv_heads)]
+    if query_box is not None:
+        times = [seen[cells_of_box(query_box, shape_of(pattern))] for seen in times]
     times = torch.stack(times).to(q.device).expand(batch, -1, -1, -1)
     if key_padding_mask is not None:
         times = times * ~key_padding_mask[:, None, None]
@@ -220,6 +226,23 @@ def zero_keys_of(pattern, query: int, length: int, kv_head: int, kv_heads: int, 
 
 
 # Neighbourhoods on a grid.
+
+
+def shape_of(pattern) -> tuple[int, ...]:
+    """The sides of the grid that a pattern is on."""
+    first = pattern[0] if isinstance(pattern, tuple) else pattern
+    return first.shape
+
+
+def cells_of_box(query_box: tuple, shape: tuple[int, ...]) -> list[int]:
+    """The position of each cell of a box, row by row: the last axis runs fastest."""
+    cells = []
+    for cell in product(*(range(start, stop) for start, stop in query_box)):
+        position = 0
+        for x, side in zip(cell, shape, strict=True):
+            position = position * side + x
+        cells.append(position)
+    return cells
 
 
 def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str) -> list[set[int]]:

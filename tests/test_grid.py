@@ -43,7 +43,7 @@ def attend(q, k, v, near, own, block_size):
 
 
 def block_mask(near, own, block_size):
-    return flex_masks.neighbourhood_mask((near,), own, 0, False, block_size, torch.device("cpu"))
+    return flex_masks.neighbourhood_mask((near,), own, None, 0, False, block_size, torch.device("cpu"))
 
 
 # Each order on two grids, each grid in two orders; and other rules.
@@ -107,12 +107,15 @@ def test_a_block_that_the_grid_does_not_fill_is_never_full(cells, rules):
 
 
 @pytest.mark.parametrize("extra", [1, 2, 10, 18, 34])
-@pytest.mark.parametrize("cells", [16, 30])
-def test_blocks_of_the_kernel_with_keys_that_all_see_are_those_of_the_pairs(cells, extra):
-    """Blocks of 16, which the cells, or cells and extra keys, fill or do not."""
+@pytest.mark.parametrize(
+    ("cells", "queries"), [(16, range(16)), (30, range(30)), (40, range(3, 35)), (40, range(39, 40))]
+)
+def test_blocks_of_the_kernel_with_keys_that_all_see_are_those_of_the_pairs(cells, queries, extra):
+    """Blocks of 16, which the cells, those of the queries, or cells and extra keys, fill or do not."""
     near = Neighbourhood((cells,), 15)
-    mask = flex_masks.neighbourhood_mask((near,), None, extra, False, 16, torch.device("cpu"))
-    seen = torch.nn.functional.pad(mask_of(near), (0, extra), value=True)
+    box = None if len(queries) == cells else (queries,)
+    mask = flex_masks.neighbourhood_mask((near,), None, box, extra, False, 16, torch.device("cpu"))
+    seen = torch.nn.functional.pad(mask_of(near)[queries.start : queries.stop], (0, extra), value=True)
     blocks = [list(rows.split(16, 1)) for rows in seen.split(16)]
     full = torch.tensor([[bool(block.all()) and block.shape == (16, 16) for block in row] for row in blocks])
     some = torch.tensor([[bool(block.any()) for block in row] for row in blocks])

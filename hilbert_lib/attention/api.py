@@ -1,6 +1,7 @@
 """Attention as users call it: `attend` for every pattern, and a door for each kind."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,8 @@ from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
+
+QueryBox = Sequence[tuple[int, int]]  # (start, stop) for each axis of a grid
 
 
 @unscripted
@@ -39,6 +42,7 @@ def attend(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     ordering: Ordering | None = None,
+    query_box: QueryBox | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
@@ -57,7 +61,7 @@ def attend(
         key_padding_mask: (batch, keys) bool, True = no weight.
         is_causal, dropout_p, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in
             `dilated_attention`.
-        ordering, extra_k, extra_v, extra_padding_mask: for grids alone, as in `neighbourhood_attention`.
+        ordering, query_box, extra_k, extra_v, extra_padding_mask: for grids alone, as in `neighbourhood_attention`.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 
@@ -92,6 +96,7 @@ def attend(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         ordering=ordering,
+        query_box=query_box,
         extra_k=extra_k,
         extra_v=extra_v,
         extra_padding_mask=extra_padding_mask,
@@ -206,6 +211,7 @@ def neighbourhood_attention(
     neighbourhood: Neighbourhood | tuple[Neighbourhood, ...],
     *,
     ordering: Ordering | None = None,
+    query_box: QueryBox | None = None,
     scale: float | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
@@ -221,10 +227,14 @@ def neighbourhood_attention(
     cannot read as it lies in memory is copied once.
 
     Args:
-        q: (batch, seq, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid.
+        q: (batch, queries, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid or of query_box.
         k, v: (batch, seq, kv_heads, head_dim); kv_heads divides heads.
         neighbourhood: which cells a query sees; or a tuple of one for each KV head, which differ in window alone.
-        ordering: in which order q, k, v, the masks, out and lse are stored; None, the default, row by row.
+        ordering: in which order q, k, v, the masks, out and lse are stored; None, the default, row by row. Not with
+            query_box.
+        query_box: (start, stop) for each axis: q, out and lse hold these cells alone, row by row, while k and v hold
+            the whole grid. The results are those of these rows of the whole call: the next frames of a film, or, of a
+            line, the last cell of a cache. By default all cells.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
         extra_k, extra_v: (batch, extra, kv_heads, head_dim), keys that every query sees besides: text, registers.
         key_padding_mask: (batch, seq) bool, True = no weight.
@@ -233,9 +243,9 @@ def neighbourhood_attention(
         return_lse: whether to return lse too.
 
     Returns:
-        out (batch, seq, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, seq), float32 (float64
-        for float64), detached. Of standard normal q and k, lse is off by at most 4e-15 in float64 and 2e-6 in other
-        dtypes, measured on CPUs and an H100.
+        out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries), float32
+        (float64 for float64), detached. Of standard normal q and k, lse is off by at most 4e-15 in float64 and 2e-6 in
+        other dtypes, measured on CPUs and an H100.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
@@ -245,6 +255,8 @@ def neighbourhood_attention(
     >>> x = torch.ones(1, 6, 1, 2)
     >>> neighbourhood_attention(x, x, x, Neighbourhood((2, 3), 2)).shape
     torch.Size([1, 6, 1, 2])
+    >>> neighbourhood_attention(x[:, 3:], x, x, Neighbourhood((2, 3), 2), query_box=((1, 2), (0, 3))).shape
+    torch.Size([1, 3, 1, 2])
     """
     _warn_of_heads_first("neighbourhood_attention", k)
     return computed(
@@ -254,6 +266,7 @@ def neighbourhood_attention(
         neighbourhood,
         door=check_neighbourhood,
         ordering=ordering,
+        query_box=query_box,
         scale=scale,
         extra_k=extra_k,
         extra_v=extra_v,

@@ -7,7 +7,28 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import GridPart, Request, Tensors
+from hilbert_lib.checks import integer, is_listed
 from hilbert_lib.patterns.neighbourhood import Axis, HeadNeighbourhoods, Neighbourhood
+
+
+def part_of_box(query_box: object, shape: tuple[int, ...]) -> GridPart | None:
+    """The argument `query_box`, checked, as a part of the grid whose keys are all cells; None for all cells."""
+    if query_box is None:
+        return None
+    if not is_listed(query_box):
+        raise TypeError(f"query_box must be (start, stop) for each axis of the grid {shape}, got {query_box!r}")
+    if len(query_box) != len(shape):
+        raise ValueError(f"query_box must be (start, stop) for each axis of the grid {shape}, got {query_box!r}")
+    box, keys = [], tuple(map(range, shape))
+    for n, (ends, cells) in enumerate(zip(query_box, shape, strict=True)):
+        if not is_listed(ends):
+            raise TypeError(f"query_box[{n}] must be (start, stop), got {ends!r}")
+        if len(ends) != 2:
+            raise ValueError(f"query_box[{n}] must be (start, stop), got {ends!r}")
+        start = integer(f"query_box[{n}][0]", ends[0], least=0, most=cells - 1)
+        box.append(range(start, integer(f"query_box[{n}][1]", ends[1], least=start + 1, most=cells)))
+    # All cells are the question without it, which every backend answers.
+    return None if tuple(box) == keys else GridPart(tuple(box), tuple(box), keys)
 
 
 def on_its_keys(request: Request) -> Request:
@@ -73,6 +94,12 @@ def joined(shape: tuple[int, ...], lines: list[Tensor]) -> tuple[Tensor, Tensor]
         cell = (cell[:, :, None] * length + line[:, None]).flatten(1)
         exists = (exists[:, :, None] & (line >= 0)[:, None]).flatten(1)
     return cell, exists
+
+
+def cells_in(box: tuple[range, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The positions of the cells of a box of a grid, row by row: int64."""
+    cells, _ = joined(shape, [torch.arange(line.start, line.stop, device=device)[None] for line in box])
+    return cells[0]
 
 
 def slots_of(request: Request, cells: Tensor) -> Tensor:

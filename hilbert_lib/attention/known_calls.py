@@ -22,6 +22,7 @@ from hilbert_lib.patterns.pattern import Pattern
 
 MOST = 1024  # forms; all are forgotten where there are more
 _PLAIN = {type(None), bool, int, float, str}
+_LISTS = {tuple, list}
 _TENSORS = {Tensor, torch.nn.Parameter}
 
 Form = tuple
@@ -60,11 +61,17 @@ def form_of(tensors: tuple[Tensor, ...], pattern: Pattern, door: Callable, backe
             form += value.shape, value.dtype, value.device, value.requires_grad
         elif kind is Ordering and value.table is None:
             form.append(value)
+        elif kind in _LISTS and _is_plain(value):
+            form.append(repr(value))  # of equal numbers too: False == 0, which is no integer here
         else:
             return None
     if backend == "auto":
         form += failures.changes, changed_at()
     return tuple(form)
+
+
+def _is_plain(values: tuple | list) -> bool:
+    return all(_is_plain(value) if type(value) in _LISTS else type(value) in _PLAIN for value in values)
 
 
 def known(form: Form | None) -> KnownCall | None:

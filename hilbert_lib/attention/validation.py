@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import check_documents
-from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.grid_parts import part_of_box
+from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
 from hilbert_lib.attention.starts import check_starts
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, number, positive
@@ -31,6 +32,7 @@ DEFAULTS = {
     "cu_seqlens": None,
     "max_seqlen": None,
     "ordering": None,
+    "query_box": None,
     "extra_k": None,
     "extra_v": None,
     "extra_padding_mask": None,
@@ -70,9 +72,16 @@ def validated(
     if pattern.length is None:
         query_start, query_starts = check_starts(q, k, options["query_start"], options["key_start"])
         _check_kv_ordering(options["kv_ordering"], k)
+        part = None
     else:
         query_start = query_starts = None
-        _check_cells(q, k, *(shard_cells or (pattern.length, f"the grid {pattern.shape}")))
+        part = part_of_box(options["query_box"], pattern.shape)
+        whole = shard_cells or (pattern.length, f"the grid {pattern.shape}")
+        if part is None:
+            _check_cells("q", q, *whole)
+        elif q.shape[1] != math.prod([len(line) for line in part.rows]):
+            raise ValueError(f"q must have the cells of query_box {options['query_box']}, got shape {tuple(q.shape)}")
+        _check_cells("k", k, *whole)
     extra_k = extra_v = extra_padding_mask = None
     if "extra_k" in pattern.options:
         if options["extra_padding_mask"] is not None and options["extra_k"] is None:
@@ -91,10 +100,11 @@ def validated(
         query_start=query_start,
         cu_seqlens=options["cu_seqlens"],
         max_seqlen=max_seqlen,
-        ordering=_checked_ordering(options["ordering"], k.shape[1]),
+        ordering=_checked_ordering(options["ordering"], k.shape[1], part),
         extra_padding_mask=extra_padding_mask,
         query_starts=query_starts,
         key_start=options["key_start"],
+        part=part,
     )
     return Tensors(q, k, v, extra_k, extra_v), request
 
@@ -117,7 +127,8 @@ def refuse_options(
         is_default = value is defaults[name] or (isinstance(value, int | float | str) and value == defaults[name])
         if name not in pattern.options | also_taken and not is_default:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}")
+            hint = "; query_start is the word there" if name == "query_box" and pattern.length is None else ""
+            raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}{hint}")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -221,20 +232,21 @@ def _check_kv_ordering(ordering: object, k: Tensor) -> None:
         raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
 
 
-def _check_cells(q: Tensor, k: Tensor, cells: int, whose: str) -> None:
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[1] != cells:
-            hint = "; if heads come first, give x.transpose(1, 2)" if x.shape[2] == cells else ""
-            raise ValueError(f"{name} must have the {cells} cells of {whose}, got shape {tuple(x.shape)}{hint}")
+def _check_cells(name: str, x: Tensor, cells: int, whose: str) -> None:
+    if x.shape[1] != cells:
+        hint = "; if heads come first, give x.transpose(1, 2)" if x.shape[2] == cells else ""
+        raise ValueError(f"{name} must have the {cells} cells of {whose}, got shape {tuple(x.shape)}{hint}")
 
 
-def _checked_ordering(ordering: object, cells: int) -> Ordering | None:
+def _checked_ordering(ordering: object, cells: int, part: GridPart | None) -> Ordering | None:
     if ordering is None:
         return None
     if not isinstance(ordering, Ordering):
         raise TypeError(f"ordering must be an Ordering, or None for row by row; got {ordering!r}")
     if ordering.length != cells:
         raise ValueError(f"ordering must have the {cells} cells of the grid, got {ordering!r}")
+    if part and ordering.kind not in ROWS:
+        raise ValueError(f"ordering must be None with query_box, whose cells lie row by row; got {ordering!r}")
     return None if ordering.kind in ROWS else ordering
 
 

@@ -65,11 +65,18 @@ class Blocks(NamedTuple):
 
 
 def mask_blocks(
-    neighbourhood: Neighbourhood, ordering: Ordering | None, *, q_block: int, kv_block: int, device: object = None
+    neighbourhood: Neighbourhood,
+    ordering: Ordering | None,
+    *,
+    q_block: int,
+    kv_block: int,
+    device: object = None,
+    queries: Tensor | None = None,
 ) -> Blocks:
     """The blocks of q_block by kv_block slots that hold pairs that attend, for cells stored in an ordering.
 
-    A block that is neither partial nor full is empty. Where an edge wraps, some full blocks count as partial.
+    A block that is neither partial nor full is empty. Where an edge wraps, some full blocks count as partial. queries:
+    the cells of the queries as they are stored, int64; by default all, stored as the keys are.
 
     >>> row = Neighbourhood((1, 4), 1)
     >>> mask_blocks(row, Ordering.linear(4), q_block=2, kv_block=2).partial.int().tolist()
@@ -79,8 +86,9 @@ def mask_blocks(
     q_block, kv_block = (checks.integer(n, x, least=1) for n, x in (("q_block", q_block), ("kv_block", kv_block)))
     device = checks.device(device)
     perm = torch.arange(neighbourhood.length, device=device) if ordering is None else ordering.perm.to(device)
-    full = _full_blocks(neighbourhood, perm, q_block, kv_block)
-    return Blocks(_touched_blocks(neighbourhood, perm, q_block, kv_block) & ~full, full)
+    cells = perm if queries is None else queries, perm
+    full = _full_blocks(neighbourhood, *cells, q_block, kv_block)
+    return Blocks(_touched_blocks(neighbourhood, *cells, q_block, kv_block) & ~full, full)
 
 
 def check_length(neighbourhood: Neighbourhood, ordering: Ordering | None) -> None:
@@ -108,13 +116,14 @@ class _Line(NamedTuple):
     queries: int  # cells from there that hold all queries
 
 
-def _touched_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv_block: int) -> Tensor:
+def _touched_blocks(neighbourhood: Neighbourhood, queries: Tensor, keys: Tensor, q_block: int, kv_block: int) -> Tensor:
     # (query blocks, key blocks) bool. As many words are worked on at a time as memory is meant for.
-    device, slots_of_word = perm.device, WORD_BITS * kv_block
-    cells = torch.unravel_index(perm, neighbourhood.shape)
+    device, slots_of_word = keys.device, WORD_BITS * kv_block
+    cells = torch.unravel_index(keys, neighbourhood.shape)
+    q_cells = torch.unravel_index(queries, neighbourhood.shape)
     lines = _lines_of_words(neighbourhood.axes, [_bounds(cell, slots_of_word) for cell in cells])
-    reached = _reached(lines, [_bounds(cell, q_block) for cell in cells])
-    q_cells = [_in_blocks(cell, q_block) for cell in cells]
+    reached = _reached(lines, [_bounds(cell, q_block) for cell in q_cells])
+    q_cells = [_in_blocks(cell, q_block) for cell in q_cells]
     words = torch.zeros(reached.shape[::-1], dtype=torch.int64, device=device)
     cells_at_once = CELLS_ON_CPU if device.type == "cpu" else CELLS_ON_GPU
     words_at_once = max(1, cells_at_once // prod(line.queries for line in lines))
@@ -128,7 +137,7 @@ def _touched_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv
             place, inside = _places(lines, [cell[block] for cell in q_cells], word, begin)
             words[block, begin + word] = _union(bits.flatten()[place.where(inside, 0)].where(inside, 0))
     octets = words.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)  # lowest first
-    return (octets & 1).flatten(1)[:, : -(-len(perm) // kv_block)].view(torch.bool)
+    return (octets & 1).flatten(1)[:, : -(-len(keys) // kv_block)].view(torch.bool)
 
 
 def _lines_of_words(axes: tuple[Axis, ...], bounds: list[tuple[Tensor, Tensor]]) -> list[_Line]:
@@ -216,27 +225,28 @@ def _union(bits: Tensor) -> Tensor:
     return bits[:, 0]
 
 
-def _full_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv_block: int) -> Tensor:
+def _full_blocks(neighbourhood: Neighbourhood, queries: Tensor, keys: Tensor, q_block: int, kv_block: int) -> Tensor:
     # A block is full where its keys lie in the rectangle that all windows of its queries have in common.
-    length = len(perm)
-    full = torch.ones(-(-length // q_block), -(-length // kv_block), dtype=torch.bool, device=perm.device)
-    for axis, cell in zip(neighbourhood.axes, torch.unravel_index(perm, neighbourhood.shape), strict=True):
-        line = torch.arange(axis.cells, device=perm.device)
+    full = torch.ones(-(-len(queries) // q_block), -(-len(keys) // kv_block), dtype=torch.bool, device=keys.device)
+    cells = (torch.unravel_index(positions, neighbourhood.shape) for positions in (queries, keys))
+    for axis, q_cell, k_cell in zip(neighbourhood.axes, *cells, strict=True):
+        line = torch.arange(axis.cells, device=keys.device)
         (rank, count), start = axis.ranks(line), axis.start(line)
         end = rank + 1 if axis.is_causal else start + axis.window
         if axis.edge == "wrap":  # only windows that do not go round count
             round_ = (start < 0) | (end > count)
             start, end = start.where(~round_, axis.cells), end.where(~round_, -1)
-        low, high = _bounds(start.int()[cell], q_block)[1], _bounds(end.int()[cell], q_block)[0]
-        key_low, key_high = _bounds(rank.int()[cell], kv_block)
-        if length % q_block:  # a block that the cells do not fill is not full
+        low, high = _bounds(start.int()[q_cell], q_block)[1], _bounds(end.int()[q_cell], q_block)[0]
+        key_low, key_high = _bounds(rank.int()[k_cell], kv_block)
+        if len(queries) % q_block:  # a block that the cells do not fill is not full
             high[-1] = -1
-        if length % kv_block:
+        if len(keys) % kv_block:
             key_high[-1] = axis.cells + axis.window  # past the end of every window
         full &= low[:, None] <= key_low
         full &= key_high < high[:, None]
         if axis.dilation > 1:
-            (q_low, q_high), (k_low, k_high) = (_bounds(cell % axis.dilation, size) for size in (q_block, kv_block))
+            q_low, q_high = _bounds(q_cell % axis.dilation, q_block)
+            k_low, k_high = _bounds(k_cell % axis.dilation, kv_block)
             full &= (q_low == q_high)[:, None] & (k_low == k_high) & (q_low[:, None] == k_low)
     return full
 

@@ -180,7 +180,7 @@ def _copies_and_lists(tensors: Tensors, request: Request) -> tuple[int, int, int
         return q.nbytes + 2 * k.nbytes, heads, q.shape[1]
     joined = 2 * (k.nbytes + extra_k.nbytes)
     lists = heads if len(request.heads_by_window) > 1 else 1
-    return joined if extra_k.numel() else 0, lists, q.shape[1] + extra_k.shape[1]
+    return joined if extra_k.numel() else 0, lists, k.shape[1] + extra_k.shape[1]
 
 
 def _here(q: Tensor, request: Request) -> str:
@@ -205,6 +205,14 @@ def _limits(q: Tensor, request: Request) -> str:
     if q.dtype == torch.float64:
         return "serves float16, bfloat16 and float32, got float64"
     return _head_dim_refusal(q)
+
+
+def _limits_of_grids(q: Tensor, request: Request) -> str:
+    part = request.part
+    is_box = part is None or (part.rows == part.queries and part.keys == tuple(map(range, request.pattern.shape)))
+    if request.slots is not None or not is_box or (part and part.in_float):
+        return "computes no part of a grid but a query_box"
+    return _limits(q, request)
 
 
 def _limits_of_any(q: Tensor, request: Request) -> str:
@@ -240,9 +248,10 @@ BACKENDS = (
     _flex(
         serves=HeadNeighbourhoods,
         note="compiled FlexAttention; its backward runs the forward once more",
-        limits=_limits,
+        limits=_limits_of_grids,
         reads_orderings=True,
         workspace=_workspace,
+        options=("part",),
     ),
     _flex(
         serves=Pattern,

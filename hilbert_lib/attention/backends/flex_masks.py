@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.grid_parts import padding_of
+from hilbert_lib.attention.grid_parts import cells_in, padding_of
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.graph_cache import GraphCache, cached_for_graphs
@@ -76,7 +76,8 @@ def _blocks_with_padding(given: Tensors, request: Request, block_size: int) -> "
         windows = tuple(near for near in request.neighbourhoods for _ in range(group))
         windows = windows if len(set(windows)) > 1 else windows[:1]
         extra = 0 if extra_k is None else extra_k.shape[1]
-        mask = neighbourhood_mask(windows, request.ordering, extra, padded, block_size, q.device)
+        box = request.part and request.part.rows
+        mask = neighbourhood_mask(windows, request.ordering, box, extra, padded, block_size, q.device)
     else:
         mask = pattern_mask(request.pattern, q.shape[1], k.shape[1], request.ordering, block_size, q.device)
     if padded:
@@ -165,6 +166,7 @@ def _lists_of_offsets(
 def neighbourhood_mask(
     windows: tuple[Neighbourhood, ...],
     ordering: Ordering | None,
+    query_box: tuple[range, ...] | None,
     extra: int,
     padded: bool,
     block_size: int,
@@ -173,12 +175,13 @@ def neighbourhood_mask(
     """FlexAttention's mask of some heads, or of one for all, with keys that everyone sees at the end.
 
     padded: whether some keys may have no weight, so that no block counts as full. block_size: tokens of a block, each
-    way.
+    way. query_box: the cells of the queries, row by row; None for all, stored as the keys are.
     """
-    seq = windows[0].length
-    cells = torch.arange(seq, device=device) if ordering is None else ordering.to(device).perm
-    cells = torch.unravel_index(cells, windows[0].shape)
-    rules = [_rule([near.axes[n] for near in windows], cell) for n, cell in enumerate(cells)]
+    seq, shape = windows[0].length, windows[0].shape
+    keys = torch.arange(seq, device=device) if ordering is None else ordering.to(device).perm
+    queries = keys if query_box is None else cells_in(query_box, shape, device)
+    cells = zip(torch.unravel_index(queries, shape), torch.unravel_index(keys, shape), strict=True)
+    rules = [_rule([near.axes[n] for near in windows], *of_axis) for n, of_axis in enumerate(cells)]
 
     def attends(b, h, query, key):
         at = key.clamp(max=seq - 1) if extra else key
@@ -187,8 +190,8 @@ def neighbourhood_mask(
             seen = seen & rule(h, query, at)
         return seen | (key >= seq) if extra else seen
 
-    per_head = [_lists_of_windows(near, ordering, extra, padded, block_size, device) for near in windows]
-    return _mask_of_lists(per_head, block_size, attends, (seq, seq + extra))
+    per_head = [_lists_of_windows(near, ordering, queries, extra, padded, block_size) for near in windows]
+    return _mask_of_lists(per_head, block_size, attends, (len(queries), seq + extra))
 
 
 @_shared
@@ -209,37 +212,40 @@ def pattern_mask(
     return create_block_mask(attends, None, None, queries, keys, device=str(device), BLOCK_SIZE=block_size)
 
 
-def _rule(axes: list[Axis], cell: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _rule(axes: list[Axis], q_cell: Tensor, k_cell: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     # Of a head and of the slots of queries and keys: whether they attend along an axis, which has a rule for each head.
+    # q_cell, k_cell: the cell of each slot along the axis.
     # Tables rather than numbers: a number would be compiled in, and each window then costs a compilation.
     wraps, is_dilated, ranks = axes[0].edge == "wrap", axes[0].dilation > 1, axes[0].cells // axes[0].dilation
-    rank, count = axes[0].ranks(cell)
-    firsts = [axis.start(cell) % count if wraps else axis.start(cell) for axis in axes]
-    lasts = [rank if axis.is_causal else first + axis.window - 1 for axis, first in zip(axes, firsts, strict=True)]
+    (rank, _), (q_rank, count) = axes[0].ranks(k_cell), axes[0].ranks(q_cell)
+    firsts = [axis.start(q_cell) % count if wraps else axis.start(q_cell) for axis in axes]
+    lasts = [q_rank if axis.is_causal else first + axis.window - 1 for axis, first in zip(axes, firsts, strict=True)]
     is_one = len(axes) == 1  # no axis of heads then: kernels in CuTe (torch 2.11) take no number as an index
     ends = (firsts[0], lasts[0]) if is_one else (torch.stack(firsts), torch.stack(lasts))
-    rank, residue, first, last = (x.int().contiguous() for x in (rank, cell % axes[0].dilation, *ends))
+    q_residue, residue = (cell % axes[0].dilation for cell in (q_cell, k_cell))
+    rank, q_residue, residue, first, last = (x.int().contiguous() for x in (rank, q_residue, residue, *ends))
 
     def attends(head, query, key):
         own = query if is_one else (head, query)
         begin, at = first[own], rank[key]
         at = torch.where(at < begin, at + ranks, at) if wraps else at
         seen = (begin <= at) & (at <= last[own])
-        return seen & (residue[query] == residue[key]) if is_dilated else seen
+        return seen & (q_residue[query] == residue[key]) if is_dilated else seen
 
     return attends
 
 
 def _lists_of_windows(
-    near: Neighbourhood, ordering: Ordering | None, extra: int, padded: bool, size: int, device: torch.device
+    near: Neighbourhood, ordering: Ordering | None, queries: Tensor, extra: int, padded: bool, size: int
 ) -> BlockLists:
-    partial, full = mask_blocks(near, ordering, q_block=size, kv_block=size, device=device)
+    device = queries.device
+    partial, full = mask_blocks(near, ordering, q_block=size, kv_block=size, device=device, queries=queries)
     if extra:
         own, count = near.length // size, -(-(near.length + extra) // size)  # blocks of the grid alone
         partial, full = (torch.nn.functional.pad(x, (0, count - x.shape[1])) for x in (partial, full))
         number = torch.arange(count, device=device)
         whole = (number >= -(-near.length // size)) & ((number + 1) * size <= near.length + extra)
-        whole_q = torch.arange(len(partial), device=device) < near.length // size
+        whole_q = torch.arange(len(partial), device=device) < len(queries) // size
         full = full | (whole & whole_q[:, None])
         partial = (partial | (number >= own)) & ~full
     if padded:

@@ -116,14 +116,16 @@ def test_windows_tiles_and_blocks_are_those_of_the_definition(near, q_block, kv_
         cell = torch.arange(axis.cells)
         assert found.equal(axis.attends(cell[:, None], cell).int())
     order = Ordering.random(near.length, seed=0)
-    stored = mask[order.perm][:, order.perm]
-    parts = [list(rows.split(kv_block, 1)) for rows in stored.split(q_block)]
-    some = torch.tensor([[bool(block.any()) for block in row] for row in parts])
-    whole = torch.tensor([[bool(block.all()) and block.shape == (q_block, kv_block) for block in row] for row in parts])
-    blocks = mask_blocks(near, order, q_block=q_block, kv_block=kv_block)
-    assert (blocks.partial | blocks.full).equal(some)
-    assert not (blocks.full & ~whole).any()
-    assert "wrap" in near.edge or blocks.full.equal(whole)
+    size = (q_block, kv_block)
+    for queries in (None, position[near.length // 3 :]):  # of all cells, or of some row by row
+        stored = mask[order.perm if queries is None else queries][:, order.perm]
+        parts = [list(rows.split(kv_block, 1)) for rows in stored.split(q_block)]
+        some = torch.tensor([[bool(block.any()) for block in row] for row in parts])
+        whole = torch.tensor([[bool(block.all()) and block.shape == size for block in row] for row in parts])
+        blocks = mask_blocks(near, order, q_block=q_block, kv_block=kv_block, queries=queries)
+        assert (blocks.partial | blocks.full).equal(some)
+        assert not (blocks.full & ~whole).any()
+        assert "wrap" in near.edge or blocks.full.equal(whole)
 
 
 @settings(max_examples=60)
