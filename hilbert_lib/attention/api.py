@@ -79,7 +79,7 @@ def attend(
     >>> attend(x, x, x, Neighbourhood((2, 3), 2)).shape
     torch.Size([1, 6, 2, 4])
     """
-    if query_start is None:
+    if query_start is None and query_box is None:
         _warn_of_heads_first("attend", k)
     return computed(
         q,
@@ -258,7 +258,8 @@ def neighbourhood_attention(
     >>> neighbourhood_attention(x[:, 3:], x, x, Neighbourhood((2, 3), 2), query_box=((1, 2), (0, 3))).shape
     torch.Size([1, 3, 1, 2])
     """
-    _warn_of_heads_first("neighbourhood_attention", k)
+    if query_box is None:
+        _warn_of_heads_first("neighbourhood_attention", k)
     return computed(
         q,
         k,

@@ -271,7 +271,7 @@ ON_GRIDS = {
     "gradient": ({"requires_grad": True}, ("requires_grad", "False on rank 0", "True on rank 1")),
     "mask": ({"key_padding_mask": True}, ("key_padding_mask", "None on rank 0", "a tensor on rank 1")),
     "scale": ({"scale": 0.25}, ("scale", "0.5 on rank 0", "0.25 on rank 1")),
-    "backend": ({"backend": "flex"}, ("backend='flex'", "computes no part of a grid")),
+    "backend": ({"backend": "flex"}, ("backend='flex' cannot serve",)),
     "validate": ({"validate": "no"}, ("validate must be True or False, got 'no'",)),
 }
 DISAGREE = {"ring_headers:disagree": DISAGREEMENTS, "disagree_on_grid": ON_GRIDS}

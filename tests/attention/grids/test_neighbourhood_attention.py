@@ -30,18 +30,28 @@ from cases import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from oracle import mask_of
+from oracle import cells_of_box, mask_of
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    NeighbourhoodAttention,
+    Ordering,
+    Union,
+    attend,
+    explain_backend,
+    neighbourhood_attention,
+    ring_attend,
+)
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends import flex, tiles
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.grid_parts import on_its_keys
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.attention.validation import validated
+from hilbert_lib.attention.validation import part_of_box, validated
 from hilbert_lib.patterns.blocks import axis_tiles, mask_blocks
 from hilbert_lib.patterns.neighbourhood import EDGES, HeadNeighbourhoods
 
@@ -217,6 +227,62 @@ def test_extra_keys_have_gradients_when_compiled_and_checkpointed():
     assert all(map(torch.equal, *grads))
 
 
+BOX = ((1, 3), (2, 6))  # of the grid of NEAR: 8 cells
+IN_BOX = torch.tensor(cells_of_box(BOX, NEAR.shape))
+
+
+def test_a_box_of_queries_is_compiled_and_checkpointed():
+    q, *rest = tensors(requires_grad=True)
+    leaves = [q[:, IN_BOX].detach().requires_grad_(), *rest]
+
+    def call(*leaves):
+        return neighbourhood_attention(*leaves[:3], NEAR, query_box=BOX, extra_k=leaves[3], extra_v=leaves[4])
+
+    out = call(*leaves)
+    whole = neighbourhood_attention(q, *rest[:2], NEAR, extra_k=rest[2], extra_v=rest[3])
+    torch.testing.assert_close(out, whole[:, IN_BOX], atol=1e-14, rtol=0)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    again = checkpoint(call, *leaves, use_reentrant=False)
+    grads = [torch.autograd.grad(each.square().sum(), leaves) for each in (out, again, compiled)]
+    for found in grads[1:]:
+        assert all(map(torch.equal, found, grads[0]))
+    near = NEAR.of_heads(2)
+    request = Request(near, scale=0.5, part=part_of_box(BOX, NEAR.shape))
+    torch.library.opcheck(torch.ops.hilbert_lib.attention, (*leaves, *operators._arguments(request), "eager"))
+
+
+def test_a_cache_of_a_sliding_window_is_its_last_cell():
+    q, k, v = (torch.randn(2, 9, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    whole = neighbourhood_attention(q, k, v, Neighbourhood((9,), 4, is_causal=True), return_lse=True)
+    for last in range(9):  # at first the window is larger than the cache
+        cache = Neighbourhood((last + 1,), 4, is_causal=True)
+        rows = slice(last, last + 1), slice(last + 1)
+        given = q[:, rows[0]], k[:, rows[1]], v[:, rows[1]]
+        out, lse = neighbourhood_attention(*given, cache, query_box=((last, last + 1),), return_lse=True)
+        torch.testing.assert_close(out, whole[0][:, rows[0]], atol=1e-14, rtol=0)
+        torch.testing.assert_close(lse, whole[1][..., rows[0]], atol=1e-14, rtol=0)
+
+
+def test_another_box_is_another_form_of_call():
+    q, k, v, *_ = tensors()
+    for start in (0, 1, 0, 2):  # the third is known
+        box = ((start, start + 2), (0, 6))
+        rows = cells_of_box(box, NEAR.shape)
+        for query_box in (box, [list(ends) for ends in box]):
+            out = neighbourhood_attention(q[:, rows], k, v, NEAR, query_box=query_box)
+            torch.testing.assert_close(out, neighbourhood_attention(q, k, v, NEAR)[:, rows], atol=1e-14, rtol=0)
+    with pytest.raises(TypeError, match=r"query_box\[0\]\[0\] must be an integer from 0 to 3, got False"):
+        neighbourhood_attention(q[:, :12], k, v, NEAR, query_box=((False, 2), (0, 6)))
+
+
+def test_unions_take_a_box():
+    q, k, v, extra_k, extra_v = tensors()
+    union = Union((NEAR, replace(NEAR, dilation=1)))
+    for backend in ("reference", "eager"):
+        call = partial(attend, pattern=union, extra_k=extra_k, extra_v=extra_v, backend=backend)
+        torch.testing.assert_close(call(q[:, IN_BOX], k, v, query_box=BOX), call(q, k, v)[:, IN_BOX])
+
+
 STORED = (
     None, Ordering.from_curve("hilbert", 24, grid=(4, 6)), Ordering.from_curve("snake", 24, chunk=6),
     Ordering.residue(24, 3, chunk=12), Ordering.random(24, 2**40), Ordering.from_permutation(torch.arange(24).flip(0)),
@@ -252,6 +318,9 @@ def test_its_useful_flop_are_counted():
         out.sum().backward()
     pairs = int(mask_of(NEAR).sum()) + 24 * 3  # of two heads and two sequences, head_dim 4
     assert (forward, counted.get_total_flops()) == (4 * pairs * 2 * 2 * 4, 14 * pairs * 2 * 2 * 4)
+    with FlopCounterMode(display=False) as counted:
+        neighbourhood_attention(leaves[0][:, IN_BOX], *leaves[1:3], NEAR, query_box=BOX)
+    assert counted.get_total_flops() == 4 * int(mask_of(NEAR)[IN_BOX].sum()) * 2 * 2 * 4
     near, part, rows, computed, keys, _ = part_of("line, causal")
     x = torch.ones(1, near.length, 1, 4)
     given_ = Tensors(x[:, rows], x[:, keys], x[:, keys], x[:, :3], x[:, :3])
@@ -272,6 +341,8 @@ def test_it_says_which_backend_serves():
     assert found.chosen == "eager"
     assert "cannot serve" in found.reasons["flex"]
     assert "by name" in found.reasons["reference"]
+    q, k, v, *_ = tensors()
+    assert explain_backend(q[:, IN_BOX], k, v, NEAR, query_box=BOX).chosen == "eager"
 
 
 Q, K, V, EXTRA_K, EXTRA_V = tensors()
@@ -290,6 +361,20 @@ WRONG = [
     (lambda: asked(ordering="hilbert"), "ordering must be an Ordering"),
     (lambda: asked(scale=0.0), "scale must be finite and above 0"),
     (lambda: asked(extra_k=EXTRA_K), "extra_v must be a tensor"),
+    (lambda: asked(query_box=3), r"query_box must be \(start, stop\) for each axis of the grid \(4, 6\), got 3"),
+    (lambda: asked(query_box=((0, 4),)), "query_box must be .* for each axis"),
+    (lambda: asked(query_box=((0, 4), 6)), r"query_box\[1\] must be \(start, stop\), got 6"),
+    (lambda: asked(query_box=((0, 4), (6,))), r"query_box\[1\] must be \(start, stop\), got \(6,\)"),
+    (lambda: asked(query_box=((-1, 4), (0, 6))), r"query_box\[0\]\[0\] must be an integer from 0 to 3, got -1"),
+    (lambda: asked(query_box=((0, 4), (0, 7))), r"query_box\[1\]\[1\] must be an integer from 1 to 6, got 7"),
+    (lambda: asked(query_box=((0, 4), (2, 2))), r"query_box\[1\]\[1\] must be an integer from 3 to 6, got 2"),
+    (lambda: asked(query_box=((0, 4), (0, 3))), r"q must have the cells of query_box .*, got shape \(2, 24, 2, 4\)"),
+    (
+        lambda: neighbourhood_attention(Q[:, IN_BOX], K, V, NEAR, query_box=BOX, ordering=Ordering.random(24, 0)),
+        "ordering must be None with query_box",
+    ),
+    (lambda: attend(Q, K, V, DilatedPattern((4,), (1,)), query_box=BOX), "query_start is the word there"),
+    (lambda: ring_attend(Q, K, V, NEAR, query_box=BOX), "ring_attend has no argument 'query_box'"),
     (lambda: asked(extra_k=EXTRA_K, extra_v=EXTRA_V[:, 1:]), "extra_v must be .* like extra_k"),
     (lambda: asked(extra_k=EXTRA_K.float(), extra_v=EXTRA_V), "extra_k must have the dtype of k"),
     (lambda: asked(key_padding_mask=torch.zeros(2, 5).bool()), r"key_padding_mask must be .*\(2, 24\)"),
