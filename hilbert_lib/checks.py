@@ -35,8 +35,8 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
     try:
         if isinstance(value, bool | Tensor):
             raise TypeError
-        # An int is taken as it is: torch.compile makes a constant of what goes through `index`.
-        number = value if type(value) is int else operator.index(value)
+        # These are taken as they are: torch.compile and torch.export make a constant of what goes through `index`.
+        number = value if type(value) in (int, torch.SymInt) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer{_range(least, most)}, got {value!r}") from None
     if (least is not None and number < least) or (most is not None and number > most):

@@ -40,7 +40,7 @@ _INPUTS = len(Tensors._fields)
 ORDERINGS = (*KINDS, "residue", "random", "linear", "permutation")
 # The schema of a request: the pattern, then the other fields one by one.
 _TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
-_TYPES |= {Pattern: "str words, int[]", Ordering | None: "int[]", GridPart | None: "int[]"}
+_TYPES |= {Pattern: "str words, SymInt[]", Ordering | None: "int[]", GridPart | None: "int[]"}
 _FIELDS = [field.name for field in fields(Request)]
 _OWN = ["Tensor? permutation", "str backend"]  # permutation: the values of an ordering of one's own
 _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), *_OWN])
@@ -114,7 +114,7 @@ def _request(words: str, numbers: list[int], *rest) -> Request:
     ordering = tuple(options["ordering"])
     options["ordering"] = _ordering(ordering) if permutation is None else _own_ordering(ordering, permutation)
     options["part"] = _part(tuple(options["part"]))
-    return Request(from_specification(words, tuple(numbers)), **options)
+    return Request(from_specification(words, tuple(map(int, numbers))), **options)
 
 
 def _numbers_of_ordering(ordering: Ordering | None) -> list[int]:

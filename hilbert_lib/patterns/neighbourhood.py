@@ -49,10 +49,11 @@ class Axis:
         """
         if self.edge == "wrap":
             return self
-        dilation = min(self.dilation, self.cells)
+        # `min` would tell torch.export which of the two is smaller, and so bind the sides that its program serves.
+        dilation = torch.sym_min(self.dilation, self.cells)
         ranks = -(-self.cells // dilation)
-        window = min(self.window, ranks if self.is_causal or self.edge == "shift" else 2 * ranks - 1)
-        return replace(self, dilation=dilation, window=window, stride=min(self.stride, window))
+        window = torch.sym_min(self.window, ranks if self.is_causal or self.edge == "shift" else 2 * ranks - 1)
+        return replace(self, dilation=dilation, window=window, stride=torch.sym_min(self.stride, window))
 
     def ranks(self, cell: Tensor) -> tuple[Tensor, Tensor]:
         """Rank of each cell on its sub-axis, and number of cells of that sub-axis."""
@@ -212,7 +213,7 @@ class Neighbourhood(Pattern):
     @property
     def specification(self) -> Specification:
         """The pattern as words and integers."""
-        numbers = (*self.shape, *self.window, *self.dilation, *self.stride, *self.is_causal)
+        numbers = (*self.shape, *self.window, *self.dilation, *self.stride, *map(int, self.is_causal))
         return "neighbourhood " + ",".join(self.edge), numbers
 
     @classmethod

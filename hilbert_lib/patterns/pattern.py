@@ -135,7 +135,7 @@ class Pattern:
                 words.append(form + "=" + ",".join(values))
                 continue
             try:
-                numbers += [operator.index(number) for number in values]
+                numbers += [_as_number(value) for value in values]
             except TypeError:
                 allowed = (
                     "an integer, a truth value, a word without spaces, commas and bars, or a tuple of one of these"
@@ -157,6 +157,13 @@ class Pattern:
                 value, numbers = tuple(numbers[:count]), numbers[count:]
             values.append(value if word.startswith("*") else value[0])
         return cls(*values)
+
+
+def _as_number(value: object) -> int:
+    # A truth value as 0 or 1. Symbols of torch.compile and torch.export stay what they are, as in `checks.integer`.
+    if isinstance(value, bool):
+        return int(value)
+    return value if type(value) in (int, torch.SymInt) else operator.index(value)
 
 
 @lru_cache(maxsize=256)

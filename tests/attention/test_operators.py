@@ -6,8 +6,9 @@ import subprocess
 import sys
 import traceback
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,8 +24,11 @@ from hilbert_lib import (
     DilatedPattern,
     MultiheadDilatedAttention,
     Neighbourhood,
+    NeighbourhoodAttention,
     Ordering,
     OrderingSpec,
+    Union,
+    attend,
     dilated_attention,
     explain_backend,
     neighbourhood_attention,
@@ -38,6 +42,7 @@ from hilbert_lib.internals import WITHOUT_INTERNALS
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
+from hilbert_lib.patterns.pattern import Pattern
 
 pytestmark = pytest.mark.usefixtures("compiled_code_is_forgotten")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,6 +139,64 @@ def test_another_length_is_not_compiled_again(backend):
         with torch.compiler.set_stance(stance):
             got = results(compiled, tensors)
         assert all(map(torch.equal, got, results(attend, tensors)))
+
+
+@dataclass(frozen=True)
+class Rows(Pattern):
+    """Every cell of the same row of a grid of two axes."""
+
+    kind: ClassVar[str] = "rows"
+
+    shape: tuple[int, int]
+    is_shown: bool = True
+
+    def attends(self, query, key):
+        return query // self.shape[1] == key // self.shape[1]
+
+
+ON_ANY_GRID = {
+    "near": lambda *grid: Neighbourhood(grid, (3, 9), dilation=(2, 1), edge=("clip", "shift")),
+    "union": lambda *grid: Union(
+        (
+            HeadNeighbourhoods((Neighbourhood(grid, 1), Neighbourhood(grid, 3))),
+            Neighbourhood(grid, 3, is_causal=True),
+            Neighbourhood(grid, 2, edge="wrap"),
+        )
+    ),
+    "of one's own": lambda *grid: Rows(grid),
+}
+
+
+@pytest.mark.parametrize("name", ON_ANY_GRID)
+def test_another_grid_is_not_compiled_again(name):
+    def block(x):
+        q = x.flatten(1, 2)
+        return attend(q, q, q, ON_ANY_GRID[name](*x.shape[1:3]), return_lse=True)
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for grid, stance in (((5, 6), "default"), ((9, 5), "fail_on_recompile"), ((3, 17), "fail_on_recompile")):
+        x = torch.randn(2, *grid, 2, 4, device=DEVICE, requires_grad=True)
+        expected = results(block, [x])  # first: who meets a kind of pattern first keeps the backends that serve it
+        with torch.compiler.set_stance(stance):
+            got = results(compiled, [x])
+        assert all(map(torch.equal, got, expected))
+
+
+def test_a_layer_that_is_exported_once_serves_every_grid():
+    layer = NeighbourhoodAttention(8, 2, window=3, dilation=2).eval()
+    mask, extra = torch.zeros(2, 4, 6, dtype=torch.bool), torch.randn(2, 3, 8)
+    batch, rows, columns, tokens = (torch.export.Dim(name) for name in ("batch", "rows", "columns", "tokens"))
+    grid = {0: batch, 1: rows, 2: columns}
+    exported = torch.export.export(
+        layer,
+        (torch.randn(2, 4, 6, 8),),
+        {"key_padding_mask": mask, "extra": extra},
+        dynamic_shapes={"x": grid, "key_padding_mask": grid, "extra": {0: batch, 1: tokens}},
+    )
+    for sizes in ((3, 7, 5), (1, 2, 2)):  # the second is smaller than the window
+        options = {"key_padding_mask": torch.rand(sizes) < 0.2, "extra": torch.randn(sizes[0], 7, 8)}
+        x = torch.randn(*sizes, 8)
+        assert torch.equal(exported.module()(x, **options), layer(x, **options))
 
 
 def test_another_step_of_decoding_is_not_compiled_again():
@@ -246,8 +309,8 @@ def test_tensors_that_kernels_cannot_load_are_copied_inside(backend, option):
     tensors = qkv()
     compiled = torch.compile(strided, fullgraph=True, backend="aot_eager")
     expected = results(attention(backend, option), tensors)
-    for attend in (strided, compiled):
-        torch.testing.assert_close(results(attend, tensors), expected)
+    for call in (strided, compiled):
+        torch.testing.assert_close(results(call, tensors), expected)
 
 
 @pytest.mark.parametrize("option", ["plain", "grid"])
