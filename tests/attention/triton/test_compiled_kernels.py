@@ -15,6 +15,7 @@ from held_operands import held_operands, overwritten_tiles, transposed_products
 from packaging.requirements import Requirement
 
 from hilbert_lib.attention.triton.limits import SHARED_BYTES
+from hilbert_lib.internals import WITHOUT_INTERNALS
 from hilbert_lib.lab.suite.doctor import TRIED
 
 arguments = pytest.importorskip(
@@ -294,6 +295,7 @@ def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, c
     assert told["collected"] == {"inside": False, "after": True}
 
 
+@pytest.mark.skipif(WITHOUT_INTERNALS, reason="a start is kept by private parts of Triton's launch")
 def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_nothing():
     assert_kept(told_by("kept_starts.py"))
 
