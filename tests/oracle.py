@@ -102,6 +102,27 @@ def attention(
     return softmax_over(q, keys, values, times, head_dim**-0.5 if scale is None else scale)
 
 
+def joint_attention(
+    q: Tensor, k: Tensor, v: Tensor, extra_q: Tensor, pattern, *, extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None, key_padding_mask: Tensor | None = None, extra_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out and lse of the cells of a grid, then of extra queries, which see every cell and every extra key."""
+    options = {"scale": scale, "extra_k": extra_k, "extra_v": extra_v}
+    masks = {"key_padding_mask": key_padding_mask, "extra_padding_mask": extra_padding_mask}
+    hidden, keys, values = [], [], []
+    for x, values_of_x, mask in ((k, v, key_padding_mask), (extra_k, extra_v, extra_padding_mask)):
+        if x is not None:
+            keys.append(x.double())
+            values.append(values_of_x.double())
+            hidden.append(torch.zeros(x.shape[:2], dtype=torch.bool) if mask is None else mask)
+    (batch, queries, heads, head_dim), group = extra_q.shape, q.shape[2] // k.shape[2]
+    keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
+    times = (~torch.cat(hidden, 1)).double()[:, None, None].expand(batch, heads, queries, -1)
+    of_extra = softmax_over(extra_q.double(), keys, values, times, head_dim**-0.5 if scale is None else scale)
+    return *attention(q, k, v, pattern, **options, **masks), *of_extra
+
+
 def attention_of_unequal(
     q: Tensor, k: Tensor, v: Tensor, pattern, query_start: int | Tensor, key_start: Tensor | None, batched: dict,
     options: dict,

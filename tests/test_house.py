@@ -59,6 +59,7 @@ FLOORS = {
             "registration",
             "operators",
             "validation",
+            "joint",
             "known_calls",
             "api",
         ),

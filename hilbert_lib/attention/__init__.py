@@ -14,6 +14,7 @@ merge          the one associative merge of partial results; merge_attention
 dropout        dropout bits keyed by position
 modules        the function as layers
 grid_parts     parts of a grid, and which cells lie in which rows
+joint          queries beside a grid, which see every cell and every extra key
 grid_module    attention on grids as a layer
 explain        which backend serves a call
 weights        the weights with which some queries attend, and to which keys

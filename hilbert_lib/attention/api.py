@@ -11,9 +11,10 @@ from hilbert_lib.attention import known_calls, operators
 from hilbert_lib.attention.autograd import needs_gradient, served_by, unwatched_forward
 from hilbert_lib.attention.choice import is_undone, serving
 from hilbert_lib.attention.failures import KernelError, first_that_compiles
+from hilbert_lib.attention.joint import extra_attention
 from hilbert_lib.attention.known_calls import KnownCall
 from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Tensors, without_tensors
-from hilbert_lib.attention.validation import as_pattern, validated
+from hilbert_lib.attention.validation import as_cast, as_pattern, validated
 from hilbert_lib.checks import suggesting, unscripted
 from hilbert_lib.internals import is_watched
 from hilbert_lib.ordering import Ordering, in_sequence
@@ -43,12 +44,13 @@ def attend(
     max_seqlen: int | None = None,
     ordering: Ordering | None = None,
     query_box: QueryBox | None = None,
+    extra_q: Tensor | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention in which a pattern says which keys each query sees: one softmax over them.
 
     Differentiable once, by autograd and not by torch.func. A query without keys has output 0, lse -inf and gradient 0.
@@ -61,13 +63,15 @@ def attend(
         key_padding_mask: (batch, keys) bool, True = no weight.
         is_causal, dropout_p, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in
             `dilated_attention`.
-        ordering, query_box, extra_k, extra_v, extra_padding_mask: for grids alone, as in `neighbourhood_attention`.
+        ordering, query_box, extra_q, extra_k, extra_v, extra_padding_mask: for grids alone, as in
+            `neighbourhood_attention`.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 
     Returns:
         out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries),
-        float32 (float64 for float64), detached.
+        float32 (float64 for float64), detached. With extra_q also the extra queries' own: (out, extra_out), or
+        (out, lse, extra_out, extra_lse).
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; for an option that this kind of
@@ -97,6 +101,7 @@ def attend(
         max_seqlen=max_seqlen,
         ordering=ordering,
         query_box=query_box,
+        extra_q=extra_q,
         extra_k=extra_k,
         extra_v=extra_v,
         extra_padding_mask=extra_padding_mask,
@@ -213,16 +218,17 @@ def neighbourhood_attention(
     ordering: Ordering | None = None,
     query_box: QueryBox | None = None,
     scale: float | None = None,
+    extra_q: Tensor | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention of each cell of a grid of 1 to 3 axes over a window around it (Hassani et al., arXiv 2204.07143).
 
-    Differentiable once in q, k, v and the extra keys, by autograd and not by torch.func. A query without keys has
+    Differentiable once in q, k, v and all extra tensors, by autograd and not by torch.func. A query without keys has
     output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees. What a backend
     cannot read as it lies in memory is copied once.
 
@@ -236,16 +242,20 @@ def neighbourhood_attention(
             the whole grid. The results are those of these rows of the whole call: the next frames of a film, or, of a
             line, the last cell of a cache. By default all cells.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
+        extra_q: (batch, extra queries, heads, head_dim), queries beside the grid that see every cell and every extra
+            key: joint attention of text, class tokens. Where an axis is causal they see all of it.
         extra_k, extra_v: (batch, extra, kv_heads, head_dim), keys that every query sees besides: text, registers.
-        key_padding_mask: (batch, seq) bool, True = no weight.
+            There need not be as many as extra queries.
+        key_padding_mask: (batch, seq) bool, True = no weight, for extra queries too.
         extra_padding_mask: (batch, extra) bool, True = no weight.
-        backend: "auto", or one that must serve: see `explain_backend`.
+        backend: "auto", or one that must serve, extra queries too: see `explain_backend`.
         return_lse: whether to return lse too.
 
     Returns:
         out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries), float32
-        (float64 for float64), detached. Of standard normal q and k, lse is off by at most 4e-15 in float64 and 2e-6 in
-        other dtypes, measured on CPUs and an H100.
+        (float64 for float64), detached. With extra_q (out, extra_out), and with both (out, lse, extra_out, extra_lse),
+        where extra_out is shaped like extra_q, and extra_lse (batch, heads, extra queries). Of standard normal q and k,
+        lse is off by at most 4e-15 in float64 and 2e-6 in other dtypes, measured on CPUs and an H100.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
@@ -257,6 +267,12 @@ def neighbourhood_attention(
     torch.Size([1, 6, 1, 2])
     >>> neighbourhood_attention(x[:, 3:], x, x, Neighbourhood((2, 3), 2), query_box=((1, 2), (0, 3))).shape
     torch.Size([1, 3, 1, 2])
+    >>> text = torch.ones(1, 4, 1, 2)
+    >>> image, text = neighbourhood_attention(
+    ...     x, x, x, Neighbourhood((2, 3), 2), extra_q=text, extra_k=text, extra_v=text
+    ... )
+    >>> image.shape, text.shape
+    (torch.Size([1, 6, 1, 2]), torch.Size([1, 4, 1, 2]))
     """
     if query_box is None:
         _warn_of_heads_first("neighbourhood_attention", k)
@@ -269,6 +285,7 @@ def neighbourhood_attention(
         ordering=ordering,
         query_box=query_box,
         scale=scale,
+        extra_q=extra_q,
         extra_k=extra_k,
         extra_v=extra_v,
         key_padding_mask=key_padding_mask,
@@ -279,25 +296,25 @@ def neighbourhood_attention(
 
 
 def computed(
-    q, k, v, pattern, *, door=as_pattern, backend="auto", return_lse=False, kv_ordering=None, **options
-) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v, pattern, *, door=as_pattern, backend="auto", return_lse=False, kv_ordering=None, extra_q=None, **options
+) -> Tensor | tuple[Tensor, ...]:
     """`attend` without a warning, for callers that made the layout of q, k and v themselves.
 
     door: what makes a pattern of the argument, or refuses it.
     """
     form = None
-    if not torch.compiler.is_compiling() and not is_watched((q, k, v, *options.values())):
-        form_options = {**options, "kv_ordering": kv_ordering, "return_lse": return_lse}
+    if not torch.compiler.is_compiling() and not is_watched((q, k, v, extra_q, *options.values())):
+        form_options = {**options, "kv_ordering": kv_ordering, "extra_q": extra_q, "return_lse": return_lse}
         form = known_calls.form_of((q, k, v), pattern, door, backend, form_options)
         if known_call := known_calls.known(form):
             try:
-                out, lse = _computed_again(known_call, Tensors(q, k, v), kv_ordering, options)
-                return (out, lse) if return_lse else out
+                inputs, request = _of_known_call(known_call, Tensors(q, k, v), options)
+                results = _computed_again(known_call, inputs, request, kv_ordering)
+                return _returned(results, extra_q, inputs, request, backend, return_lse)
             except KernelError:
                 pass  # as tensors lie in memory now, it does not compile: what follows passes it over, or says so
-    inputs, request = validated(
-        q, k, v, door(pattern), backend=backend, return_lse=return_lse, kv_ordering=kv_ordering, **options
-    )
+    checked = {"backend": backend, "return_lse": return_lse, "kv_ordering": kv_ordering, "extra_q": extra_q}
+    inputs, request = validated(q, k, v, door(pattern), **checked, **options)
     request = _with_seed(request, inputs.q)
 
     def choose() -> str:
@@ -319,14 +336,25 @@ def computed(
             known_calls.remember(form, KnownCall(without_tensors(request), served, undone, takes_extra, masks))
         return results
 
-    out, lse = first_that_compiles(choose, run, backend, level=4)
-    return (out, lse) if return_lse else out
+    results = first_that_compiles(choose, run, backend, level=4)
+    return _returned(results, extra_q, inputs, request, backend, return_lse)
 
 
-def _computed_again(
-    known_call: KnownCall, inputs: Tensors, kv_ordering: Ordering | None, options: dict
-) -> tuple[Tensor, Tensor]:
-    # Output and lse of a call whose form is known: all that is taken from it are its tensors.
+def _returned(
+    results: tuple[Tensor, Tensor], extra_q: Tensor | None, inputs: Tensors, request: Request, backend: str,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    # The results of the cells, and of extra queries if there are any, as users get them.
+    out, lse = results
+    if extra_q is None:
+        return (out, lse) if return_lse else out
+    # Its warnings stand two functions further from the user than those of the cells.
+    extra_out, extra_lse = extra_attention(as_cast(extra_q), inputs, request, backend, level=6)
+    return (out, lse, extra_out, extra_lse) if return_lse else (out, extra_out)
+
+
+def _of_known_call(known_call: KnownCall, inputs: Tensors, options: dict) -> tuple[Tensors, Request]:
+    # The tensors and the request of a call whose form is known: all that is taken from it are its tensors.
     q, k, v, *_ = inputs
     if known_call.takes_extra:
         extra_k, extra_v = options.get("extra_k"), options.get("extra_v")
@@ -336,7 +364,13 @@ def _computed_again(
     request = known_call.request
     if known_call.masks:
         request = replace(request, **{name: options[argument] for name, argument in known_call.masks.items()})
-    stored_inputs, request = _as_stored(inputs, _with_seed(request, q), kv_ordering, known_call.is_undone)
+    return inputs, request
+
+
+def _computed_again(
+    known_call: KnownCall, inputs: Tensors, request: Request, kv_ordering: Ordering | None
+) -> tuple[Tensor, Tensor]:
+    stored_inputs, request = _as_stored(inputs, _with_seed(request, inputs.q), kv_ordering, known_call.is_undone)
     return unwatched_forward(stored_inputs, request, known_call.served, operators.dispatched_backward)
 
 

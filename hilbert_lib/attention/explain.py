@@ -4,8 +4,10 @@ import torch
 
 from hilbert_lib.attention import api
 from hilbert_lib.attention.autograd import needs_gradient
-from hilbert_lib.attention.choice import Explanation, explain
-from hilbert_lib.attention.validation import as_pattern, validated
+from hilbert_lib.attention.choice import Explanation, choose, explain
+from hilbert_lib.attention.joint import joint_call, joint_refusal
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.validation import as_cast, as_pattern, validated
 from hilbert_lib.checks import known_by, unscripted
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
@@ -23,6 +25,8 @@ def explain_backend(
 ) -> Explanation:
     """The backend that `attend` would run for the same arguments, and why it passes over the others.
 
+    With extra_q it is that of the cells; its reason names the one of the extra queries, which "auto" chooses apart.
+
     >>> from hilbert_lib import DilatedPattern, Neighbourhood
     >>> q = k = v = torch.ones(1, 8, 2, 4)
     >>> explain_backend(q, k, v, DilatedPattern((4,), (1,))).chosen
@@ -33,4 +37,21 @@ def explain_backend(
     known_by(api.attend, options, called="explain_backend")
     inputs, request = validated(q, k, v, as_pattern(pattern), backend=backend, **options)
     has_ordering = options.get("kv_ordering") is not None
-    return explain(inputs.q, inputs.k, request, backend, gradient=needs_gradient(*inputs), has_ordering=has_ordering)
+    gradient = needs_gradient(*inputs)
+    found = explain(inputs.q, inputs.k, request, backend, gradient=gradient, has_ordering=has_ordering)
+    if options.get("extra_q") is None:
+        return found
+    return _with_extra_queries(found, backend, *joint_call(as_cast(options["extra_q"]), inputs, request))
+
+
+def _with_extra_queries(found: Explanation, backend: str, inputs: Tensors, request: Request) -> Explanation:
+    # inputs, request: of the extra queries.
+    chosen = choose(inputs.q, inputs.k, request, backend, gradient=needs_gradient(*inputs))
+    reasons = dict(found.reasons)
+    for name, reason in found.reasons.items():
+        if name == backend or reason.startswith("can serve"):
+            reasons[name] = joint_refusal(inputs, request, name) or reason
+    if not (found.chosen and chosen):
+        return Explanation("", reasons, found.rule)
+    reasons[found.chosen] += f"; extra queries by {chosen!r}"
+    return Explanation(found.chosen, reasons, found.rule)

@@ -29,6 +29,7 @@ from hilbert_lib.attention.request import GridPart, Request, Tensors, tensors_of
 from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.internals import is_watched, made_outside_modes
 from hilbert_lib.ordering import KINDS, CheckedPermutation, Ordering
+from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import KINDS as PATTERNS
@@ -225,7 +226,8 @@ def pair_count(request: Request, shapes: tuple) -> int:
         lengths = (rows.stop - rows.start for rows in rows_of(request.cu_seqlens, keys))
         return sum(count(range(length), length) for length in lengths)
     first = int(request.first_query)
-    return batch * count(range(first, first + int(queries)), int(keys))
+    extra = shapes[3][1] if isinstance(request.pattern, AllPairs) and shapes[3] else 0
+    return batch * count(range(first, first + int(queries)), int(keys) + int(extra))
 
 
 def _most_pairs(request: Request, shapes: tuple) -> int:

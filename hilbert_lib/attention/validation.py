@@ -33,6 +33,7 @@ DEFAULTS = {
     "max_seqlen": None,
     "ordering": None,
     "query_box": None,
+    "extra_q": None,
     "extra_k": None,
     "extra_v": None,
     "extra_padding_mask": None,
@@ -56,7 +57,7 @@ def validated(
 
     shard_cells: where the tensors hold a part of the grid: how many cells, and in words which.
     """
-    k_given = k
+    q_given, k_given = q, k
     q, k, v = check_tensors(q, k, v)
     pattern = as_pattern(pattern).of_heads(k.shape[2])
     _ = pattern.specification  # raises for a field that operators cannot be given
@@ -83,6 +84,8 @@ def validated(
             raise ValueError(f"q must have the cells of query_box {options['query_box']}, got shape {tuple(q.shape)}")
         _check_cells("k", k, *whole)
     extra_k = extra_v = extra_padding_mask = None
+    if options["extra_q"] is not None:
+        _check_extra_q(q, dtype_in_words(q_given, q), options["extra_q"])
     if "extra_k" in pattern.options:
         if options["extra_padding_mask"] is not None and options["extra_k"] is None:
             raise ValueError("extra_padding_mask must be None where extra_k is None, got a mask")
@@ -262,6 +265,21 @@ def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
         raise ValueError(f"{name} must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
     if mask.device != k.device:
         raise ValueError(f"{name} must be on the device of k ({k.device}), got {mask.device}")
+
+
+def _check_extra_q(q: Tensor, q_dtype: str, extra_q: Tensor) -> None:
+    # q_dtype: in words, for errors.
+    refuse_tracers(extra_q)
+    dense_tensor("extra_q", extra_q)
+    batch, _, heads, head_dim = q.shape
+    if extra_q.dim() != 4 or (extra_q.shape[0], *extra_q.shape[2:]) != (batch, heads, head_dim):
+        allowed = f"(batch, extra, heads, head_dim) with q's {batch}, {heads} and {head_dim}"
+        raise ValueError(f"extra_q must be {allowed}, got shape {tuple(extra_q.shape)}")
+    if extra_q.device != q.device:
+        raise ValueError(f"extra_q must be on the device of q ({q.device}), got {extra_q.device}")
+    cast = as_cast(extra_q)
+    if cast.dtype != q.dtype:
+        raise TypeError(f"extra_q must have the dtype of q ({q_dtype}), got {dtype_in_words(extra_q, cast)}")
 
 
 def _checked_extra(k: Tensor, k_dtype: str, extra_k: Tensor | None, extra_v: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ residues       number of positions that a set of branches covers
 neighbourhood  windows on a grid of 1 to 3 axes
 blocks         neighbourhoods as kernels read them: rectangles, and blocks of a mask
 union          several patterns in one softmax
+all_pairs      every query sees every key: queries beside a grid
 """
 
 from hilbert_lib.lazy import lazily

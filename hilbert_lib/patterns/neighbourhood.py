@@ -19,7 +19,7 @@ from hilbert_lib.patterns.pattern import Pattern, Specification
 
 EDGES = ("shift", "clip", "wrap")
 # Arguments of `attend` that patterns on grids take besides those of every kind.
-ON_GRIDS = frozenset(("ordering", "query_box", "extra_k", "extra_v", "extra_padding_mask"))
+ON_GRIDS = frozenset(("ordering", "query_box", "extra_q", "extra_k", "extra_v", "extra_padding_mask"))
 
 
 @dataclass(frozen=True)

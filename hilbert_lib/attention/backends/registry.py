@@ -3,8 +3,10 @@
 import torch
 
 from hilbert_lib.attention.backends import dense, flex, fused, fused_grid, packages, reference, tiles
+from hilbert_lib.attention.backends.all_pairs import by_one_segment
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.parts import part_by_part
+from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern
@@ -44,10 +46,19 @@ def _serving_unions() -> dict[str, Backend]:
     return {**by_parts, "reference": _serving(Union)["reference"]}
 
 
+def _serving_all_pairs() -> dict[str, Backend]:
+    of_any_pattern = _serving(Pattern)  # "reference" and "eager" among them
+    return {
+        name: of_any_pattern[name] if name in ("reference", "eager") else by_one_segment(backend)
+        for name, backend in _serving(DilatedPattern).items()
+    }
+
+
 def _caveats(name: str) -> str:
     # The caveats of all backends of that name.
     return "; ".join(dict.fromkeys(backend.caveat for backend in _EVERY if backend.name == name and backend.caveat))
 
 
-_BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)} | {Union: _serving_unions()}
+_BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)}
+_BY_KIND |= {Union: _serving_unions(), AllPairs: _serving_all_pairs()}
 BACKENDS = _BY_KIND[DilatedPattern]

@@ -6,9 +6,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad
 
 from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends.all_pairs import as_counted
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import NAME, name_table, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
@@ -83,7 +83,6 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, Request, str]:
     # k and v, the call and the backend for dense queries.
     k, v = map(_dense, kv.split(1, 3))
-    queries, keys = q.shape[1], k.shape[1]
     mask = None
     if padding is not None:  # the heads of a block are alike
         mask = padding[block.keys[:, :, 0]].bool().transpose(1, 2).flatten(0, 1)
@@ -96,16 +95,7 @@ def _prepared(
         is_part=True,
     )
     name = job.backend_for(q, k, call, block)
-    if name in ("hopper", "triton") and queries != keys:
-        # Their kernels look for a query's segment among those that the keys fill, and take lengths that differ for
-        # decoding: keys without weight make up for those that are missing, which "hopper" refuses.
-        missing = queries - keys
-        if missing > 0:
-            mask = torch.zeros(q.shape[0], keys, dtype=torch.bool, device=q.device) if mask is None else mask
-            mask = pad(mask, (0, missing), value=True)
-            k, v = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (k, v))
-        call = replace(call, key_padding_mask=mask, query_start=0)
-    return k, v, call, name
+    return *as_counted(q.shape[1], k, v, call, name), name
 
 
 def _seed(block: Block, seed: Tensor | None, rows: int, heads: int) -> Tensor | None:

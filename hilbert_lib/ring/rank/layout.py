@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hilbert_lib.patterns.all_pairs import one_segment
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.plan import RingPlan
 from hilbert_lib.ring.plan.rows import Message, Rows, rows_between
@@ -35,7 +36,7 @@ class Block:
     @cached_property
     def pattern(self) -> DilatedPattern:
         """One segment that holds all."""
-        return DilatedPattern((max(self.queries.shape[1], self.keys.shape[1]),), (1,))
+        return one_segment(self.queries.shape[1], self.keys.shape[1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,113 @@
+"""Attention in which every query sees every key, by the backends for sequences: one segment that holds all.
+
+    keys, key_padding_mask             -> out, lse \\
+    extra keys, extra_padding_mask     -> out, lse  > merge -> out, lse -> backward of each with the merged results
+
+No tensor is joined to another. Extra keys are few: matrix products serve them where the backend does not serve their
+mask or their number.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hilbert_lib.attention.backends import reference
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
+from hilbert_lib.attention.backends.parts import merge_patterns
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.patterns.all_pairs import AllPairs, one_segment
+
+# Backends whose kernels look for a query's segment among those that the keys fill, and take lengths that differ for
+# decoding.
+_BY_POSITION = ("hopper", "triton")
+
+
+class _Part(NamedTuple):
+    """Some of the keys, and what computes the attention of all queries over them."""
+
+    inputs: Tensors
+    request: Request
+    forward: Forward
+    backward: Backward
+
+
+def as_counted(queries: int, k: Tensor, v: Tensor, request: Request, name: str) -> tuple[Tensor, Tensor, Request]:
+    """k, v and a request of `one_segment` as a backend takes them, whose kernel may count keys by their positions.
+
+    Keys without weight then make up for those that are missing, which "hopper" refuses.
+    """
+    batch, keys = k.shape[:2]
+    if name not in _BY_POSITION or queries == keys:
+        return k, v, request
+    mask, missing = request.key_padding_mask, queries - keys
+    if missing > 0:
+        mask = torch.zeros(batch, keys, dtype=torch.bool, device=k.device) if mask is None else mask
+        mask = pad(mask, (0, missing), value=True)
+        k, v = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (k, v))
+    return k, v, replace(request, key_padding_mask=mask, query_start=0)
+
+
+def by_one_segment(backend: Backend) -> Backend:
+    """The backend for `AllPairs` that runs one for sequences: it serves where that serves the keys."""
+
+    def limits(q: Tensor, request: Request) -> str:
+        return backend.refusal_whatever_the_keys(q, _request(q, q, request.key_padding_mask, request))
+
+    def of_keys(q: Tensor, k: Tensor, request: Request) -> str:
+        return backend.of_keys(q, k, _request(q, k, request.key_padding_mask, request))
+
+    return Backend(
+        serves=AllPairs,
+        name=backend.name,
+        note=f"the keys by {backend.name!r} as one segment of a sequence; extra keys, too, or by matrix products",
+        colour=backend.colour,
+        functions=lambda device: (partial(_forward, backend), partial(_backward, backend)),
+        limits=limits,
+        of_keys=of_keys,
+        caveat=backend.caveat,
+    )
+
+
+def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_part: bool = False) -> Request:
+    # The request of some keys along a sequence.
+    pattern = one_segment(q.shape[1], k.shape[1])
+    return Request(pattern, scale=request.scale, key_padding_mask=mask, is_part=is_part)
+
+
+def _parts(backend: Backend, inputs: Tensors, request: Request) -> Iterator[_Part]:
+    q, k, v, extra_k, extra_v = inputs
+    has_extra = extra_k is not None and extra_k.shape[1] > 0
+    is_part = request.is_part or has_extra
+    forward, backward = backend.functions(q.device)
+    k, v, key_request = as_counted(
+        q.shape[1], k, v, _request(q, k, request.key_padding_mask, request, is_part), backend.name
+    )
+    yield _Part(Tensors(q, k, v), key_request, forward, backward)
+    if not has_extra:
+        return
+    extra_request = _request(q, extra_k, request.extra_padding_mask, request, is_part)
+    k, v, extra_request = as_counted(q.shape[1], extra_k, extra_v, extra_request, backend.name)
+    if backend.refusal(q, extra_request, k):
+        forward, backward = reference.forward_by_rows, reference.backward_by_rows
+    yield _Part(Tensors(q, k, v), extra_request, forward, backward)
+
+
+def _forward(backend: Backend, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    results = [part.forward(part.inputs, part.request) for part in _parts(backend, inputs, request)]
+    return results[0] if len(results) == 1 else merge_patterns(results, inputs.q.dtype)
+
+
+def _backward(backend: Backend, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    q_dtype = inputs.q.dtype
+    dq, grads = None, []
+    for part, keys in zip(_parts(backend, inputs, request), inputs[1::2], strict=False):
+        part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request)
+        dq = part_dq if dq is None else dq.to(WORKING_DTYPE[q_dtype]) + part_dq
+        grads += [x[:, : keys.shape[1]] for x in (dk, dv)]
+    extra = [] if inputs.extra_k is None else [torch.zeros_like(x) for x in inputs[len(grads) + 1 :]]
+    return Tensors(dq.to(q_dtype), *grads, *extra)

@@ -1,0 +1,44 @@
+"""Joint attention: queries beside a grid, which see every cell and every extra key."""
+
+from torch import Tensor
+
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.autograd import needs_gradient
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.choice import choose
+from hilbert_lib.attention.failures import first_that_compiles
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.patterns.all_pairs import AllPairs
+
+
+def extra_attention(
+    extra_q: Tensor, inputs: Tensors, request: Request, backend: str, level: int
+) -> tuple[Tensor, Tensor]:
+    """Output (batch, extra, heads, head_dim) and lse (batch, heads, extra) of extra queries.
+
+    extra_q: as autocast casts it. inputs, request: those of the cells. backend: as the user named it. level: as in
+        `first_that_compiles`.
+    """
+    inputs, request = joint_call(extra_q, inputs, request)
+    gradient = needs_gradient(*inputs)
+
+    def chosen() -> str:
+        name = choose(inputs.q, inputs.k, request, backend, gradient=gradient)
+        if not name:
+            raise ValueError(f"backend={backend!r} {joint_refusal(inputs, request, backend)}; see explain_backend")
+        return name
+
+    return first_that_compiles(chosen, lambda name: operators.attention(inputs, request, name), backend, level)
+
+
+def joint_call(extra_q: Tensor, inputs: Tensors, request: Request) -> tuple[Tensors, Request]:
+    """The inputs and the request of extra queries, from those of the cells, which may be stored in any order."""
+    masks = {"key_padding_mask": request.key_padding_mask, "extra_padding_mask": request.extra_padding_mask}
+    return Tensors(extra_q, *inputs[1:]), Request(AllPairs(), scale=request.scale, **masks)
+
+
+def joint_refusal(inputs: Tensors, request: Request, name: str) -> str:
+    """Why a backend does not serve extra queries, or ""."""
+    backend = backends_for(AllPairs).get(name)
+    refusal = backend.refusal(inputs.q, request, inputs.k) if backend else "there is none of this name"
+    return refusal and f"cannot serve extra_q: {refusal}"

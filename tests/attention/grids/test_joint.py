@@ -1,0 +1,246 @@
+"""Joint attention: queries beside a grid see every cell and every extra key, in one softmax and in one call."""
+
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import oracle
+import pytest
+import torch
+from cases import ORDERS, RULES, TOLERANCE, UNIONS, neighbourhoods, refusals, shape_of
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    attend,
+    dilated_attention,
+    explain_backend,
+    neighbourhood_attention,
+)
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.patterns.all_pairs import AllPairs
+
+NEAR = Neighbourhood((4, 6), 3)
+NAMES = ("q", "k", "v", "extra_q", "extra_k", "extra_v")
+
+
+def drawn(cells=24, extra=3, queries=5, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=0):
+    """q, k, v, extra_q, extra_k and extra_v by their names; the last two are left out where there are no extra keys."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(cells, heads), (cells, kv_heads), (cells, kv_heads), (queries, heads), *[(extra, kv_heads)] * 2]
+    tensors = [torch.randn(batch, *each, head_dim, generator=generator, dtype=torch.float64).to(dtype) for each in rows]
+    return dict(zip(NAMES, tensors if extra else tensors[:4], strict=False))
+
+
+def all_results(run, tensors, douts):
+    """What a call returns, and the gradients of all tensors. douts: the gradients of out and of extra_out."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    out, lse, extra_out, extra_lse = run(**leaves)
+    return [out, lse, extra_out, extra_lse, *torch.autograd.grad((out, extra_out), list(leaves.values()), douts)]
+
+
+def checked(found, right, dtype):
+    close, close_lse, close_grad = TOLERANCE[dtype]
+    for n, (x, exact) in enumerate(zip(found, right, strict=True)):
+        tolerance = (close, close_lse)[n % 2] if n < 4 else close_grad
+        torch.testing.assert_close(x.cpu().double(), exact, atol=tolerance, rtol=tolerance / 10)
+
+
+def check(seed, dtype, backend, device="cpu", head_dim=8, rules=(*RULES, *UNIONS)):
+    """A random call against the oracle: a grid or a union, windows by head, groups, an order, masks, extra keys."""
+    random = Random(seed)
+    name = random.choice(rules)
+    near = neighbourhoods(name, random.choice(("one", "windows")))
+    cells = torch.Size(shape_of(name)).numel()
+    sizes = {"extra": random.choice((0, 1, 3, 9)), "queries": random.choice((0, 1, 4, cells, cells + 3))}
+    sizes |= {"heads": random.choice((2, 4)), "head_dim": head_dim, "dtype": dtype}
+    tensors, other = (drawn(cells, **sizes, seed=n) for n in (seed, seed + 1))
+    douts = [other["q"], other["extra_q"]]
+    share, generator = random.choice((0.0, 0.4, 1.0)), torch.Generator().manual_seed(seed)
+    masks = {}
+    if share:
+        masks["key_padding_mask"] = torch.rand(2, cells, generator=generator) < share
+    if sizes["extra"] and random.random() < 0.5:
+        masks["extra_padding_mask"] = torch.rand(2, sizes["extra"], generator=generator) < random.choice((0.4, 1.0))
+    options = {"scale": random.choice((None, 0.3))}
+    order = ORDERS[random.choice(list(ORDERS))](shape_of(name))
+
+    def ordered(x, dim=1):
+        return x if order is None else order.apply(x, dim=dim)
+
+    exact = partial(oracle.joint_attention, pattern=near, **masks, **options)
+    exact = all_results(exact, {name: x.double() for name, x in tensors.items()}, [x.double() for x in douts])
+    right = [ordered(exact[0]), ordered(exact[1], 2), *exact[2:4], *map(ordered, exact[4:7]), *exact[7:]]
+    stored = {name: x if name.startswith("extra") else ordered(x) for name, x in tensors.items()}
+    stored_masks = {name: (x if name.startswith("extra") else ordered(x)).to(device) for name, x in masks.items()}
+    call = partial(attend, pattern=near, ordering=order, backend=backend, return_lse=True, **stored_masks, **options)
+    stored_douts = [ordered(douts[0]).to(device), douts[1].to(device)]
+    found = all_results(call, {name: x.to(device) for name, x in stored.items()}, stored_douts)
+    assert found[0].dtype == found[2].dtype == dtype
+    checked(found, right, dtype)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_random_calls_are_the_oracles(dtype, backend):
+    for seed in range(24):
+        check(seed, dtype, backend)
+
+
+def test_it_is_one_graph_is_checkpointed_and_is_known_the_second_time():
+    leaves = [x.requires_grad_() for x in drawn().values()]
+    hidden = torch.rand(2, 24, generator=torch.Generator().manual_seed(2)) < 0.3
+
+    def call(*tensors):
+        named = dict(zip(NAMES, tensors, strict=True))
+        return neighbourhood_attention(**named, neighbourhood=NEAR, key_padding_mask=hidden, return_lse=True)
+
+    def loss(results):
+        return results[0].square().sum() + results[2].square().sum()
+
+    right = call(*leaves)
+    grads = torch.autograd.grad(loss(right), leaves)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for results in (call(*leaves), compiled(*leaves), checkpoint(call, *leaves, use_reentrant=False)):
+        torch.testing.assert_close(results, right)
+        torch.testing.assert_close(torch.autograd.grad(loss(results), leaves), grads)
+
+
+def test_any_number_of_extra_tokens_is_one_graph():
+    graphs = []
+    call = torch.compile(
+        partial(neighbourhood_attention, neighbourhood=NEAR),
+        fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward,
+    )  # fmt: skip
+    for extra in (3, 5, 9):
+        tensors = drawn(extra=extra, queries=extra + 2)
+        torch.testing.assert_close(call(**tensors), neighbourhood_attention(**tensors, neighbourhood=NEAR))
+    assert len(graphs) == 1
+
+
+def test_the_operator_takes_them():
+    tensors = drawn(queries=2, dtype=torch.float32)
+    inputs = [x.requires_grad_() for x in joint_inputs(tensors)]
+    request = Request(AllPairs(), scale=0.3, extra_padding_mask=torch.rand(2, 3) < 0.5)
+    arguments = (*inputs, *operators._arguments(request), "sdpa")
+    torch.library.opcheck(torch.ops.hilbert_lib.attention.default, arguments)
+
+
+def test_useful_flop_of_extra_queries_are_counted():
+    tensors = {name: x.requires_grad_() for name, x in drawn().items()}
+    for backend in ("eager", "auto"):
+        with FlopCounterMode(display=False) as counted:
+            _, extra_out = neighbourhood_attention(**tensors, neighbourhood=NEAR, backend=backend)
+            forward = counted.get_total_flops()
+            extra_out.sum().backward()
+        of_cells = 4 * 8 * 2 * 4 * (int(oracle.mask_of(NEAR).sum()) + 24 * 3)
+        of_extra = 4 * 8 * 2 * 4 * 5 * (24 + 3)
+        assert forward == of_cells + of_extra
+        assert counted.get_total_flops() == forward + of_extra * 5 // 2
+
+
+def test_autocast_casts_extra_queries():
+    tensors = drawn(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, _, out, lse = neighbourhood_attention(**tensors, neighbourhood=NEAR, return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+def joint_inputs(tensors):
+    return Tensors(*(tensors[name] for name in ("extra_q", "k", "v", "extra_k", "extra_v")))
+
+
+def test_no_keys_are_joined_to_extra_ones(monkeypatch):
+    monkeypatch.setattr(torch, "cat", lambda *_args, **_options: pytest.fail("tensors are joined"))
+    tensors = {name: x.requires_grad_() for name, x in drawn().items()}
+    out, _ = operators.attention(joint_inputs(tensors), Request(AllPairs()), "sdpa")
+    out.sum().backward()
+
+
+def test_it_says_which_backend_serves_extra_queries():
+    tensors = drawn()
+    hidden = torch.zeros(2, 24, dtype=torch.bool)
+    explained = partial(explain_backend, *(tensors.pop(name) for name in "qkv"), NEAR, **tensors)
+    assert explained().reasons["eager"].endswith("extra queries by 'sdpa'")
+    assert explained(key_padding_mask=hidden).reasons["eager"].endswith("extra queries by 'eager'")
+    assert explained(backend="reference").reasons["reference"].endswith("extra queries by 'reference'")
+
+
+TENSORS = drawn()
+asked = partial(neighbourhood_attention, *(TENSORS[name] for name in "qkv"), NEAR)
+EXTRA_Q = TENSORS["extra_q"]
+LINE = DilatedPattern((24,), (1,))
+refused_arguments = {
+    ValueError: [
+        (lambda: asked(extra_q=EXTRA_Q[0]), r"extra_q must be .*with q's 2, 4 and 8, got shape \(5, 4, 8\)"),
+        (lambda: asked(extra_q=EXTRA_Q[:1]), r"extra_q must be \(batch, extra, heads, head_dim\) .*\(1, 5, 4, 8\)"),
+        (lambda: asked(extra_q=EXTRA_Q[:, :, :2]), "extra_q must be .*with q's 2, 4 and 8"),
+        (lambda: asked(extra_q=EXTRA_Q[..., :4]), "extra_q must be .*with q's 2, 4 and 8"),
+        (lambda: asked(extra_q=EXTRA_Q.to("meta")), r"extra_q must be on the device of q \(cpu\), got meta"),
+        (lambda: attend(*[EXTRA_Q] * 3, LINE, extra_q=EXTRA_Q), "extra_q must be left out for a DilatedPattern, got a"),
+    ],
+    TypeError: [
+        (lambda: asked(extra_q=EXTRA_Q.float()), "extra_q must have the dtype of q .*float64.*, got torch.float32"),
+        (lambda: asked(extra_q=[EXTRA_Q]), "extra_q must be a tensor, got list"),
+        (
+            lambda: asked(extra_q=torch.nested.nested_tensor([EXTRA_Q[0]], layout=torch.jagged)),
+            "extra_q must be a dense .*a nested one",
+        ),
+        (lambda: dilated_attention(*[EXTRA_Q] * 3, LINE, extra_q=EXTRA_Q), "no argument 'extra_q'"),
+    ],
+}
+test_wrong_extra_queries_are_named = refusals(refused_arguments)
+
+
+def test_a_backend_that_does_not_serve_extra_queries_is_refused_by_name(monkeypatch):
+    backends = backends_for(AllPairs)
+    monkeypatch.setitem(backends, "eager", replace(backends["eager"], limits=lambda q, request: "no such queries"))
+    with pytest.raises(ValueError, match="backend='eager' cannot serve extra_q: no such queries; see explain_backend"):
+        asked(extra_q=EXTRA_Q, backend="eager")
+
+
+def test_a_second_derivative_and_a_transform_are_refused_by_name():
+    extra_q = EXTRA_Q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(asked(extra_q=extra_q)[1].square().sum(), extra_q, create_graph=True)
+    with pytest.raises(RuntimeError, match="neighbourhood_attention with extra_q can be differentiated once"):
+        grad.sum().backward()
+    with pytest.raises(RuntimeError, match=r"neighbourhood_attention with extra_q has no rule for torch\.func\.vmap"):
+        torch.func.vmap(lambda x: asked(extra_q=x)[1])(extra_q.detach()[None])
+
+
+def test_the_keys_of_a_backend_that_serves_no_mask_and_an_extra_mask():
+    # "sdpa" takes no mask: matrix products serve the extra keys, and it the cells.
+    tensors = drawn(dtype=torch.float32)
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    call = partial(attend, pattern=NEAR, extra_padding_mask=mask, return_lse=True)
+    request = Request(AllPairs(), scale=8**-0.5, extra_padding_mask=mask)
+    out, lse = operators.attention(joint_inputs(tensors), request, "sdpa")
+    _, _, right, right_lse = call(**tensors, backend="reference")
+    torch.testing.assert_close((out, lse), (right, right_lse))
+
+
+def vit_attention(tokens, weight, near, extra):
+    """A vision transformer's attention by a dense mask: class tokens first, then cells, which see their window."""
+    q, k, v = (x.transpose(1, 2) for x in (tokens @ weight).unflatten(-1, (3, 2, -1)).unbind(2))
+    sees = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
+    sees[extra:, extra:] = oracle.mask_of(near)
+    return scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [3, (7, 11)], ids=["windows", "dense"])
+@pytest.mark.parametrize("extra", [1, 5])
+def test_class_tokens_beside_an_image_are_a_vision_transformers(extra, window):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, extra + 24, 16, generator=generator, dtype=torch.float64)
+    weight = torch.randn(16, 48, generator=generator, dtype=torch.float64)
+    near = Neighbourhood((4, 6), window, edge="clip")
+    q, k, v = (tokens @ weight).unflatten(-1, (3, 2, -1)).unbind(2)
+    of_class = dict(zip(NAMES[3:], (x[:, :extra] for x in (q, k, v)), strict=True))
+    image, extra_out = neighbourhood_attention(*(x[:, extra:] for x in (q, k, v)), near, **of_class)
+    found = torch.cat([extra_out, image], 1)
+    torch.testing.assert_close(found, vit_attention(tokens, weight, near, extra), atol=1e-12, rtol=0)
