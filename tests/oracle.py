@@ -129,7 +129,7 @@ def attention_of_unequal(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse of sequences that begin at unequal rows: each one's own rows alone, and 0 and -inf for the others."""
     (batch, queries, heads, _), keys = q.shape, k.shape[1]
-    out = q.new_zeros(q.shape, dtype=torch.float64)
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
     lse = torch.full((batch, heads, queries), -torch.inf, dtype=torch.float64, device=q.device)
     outs, lses = list(out.unbind(0)), list(lse.unbind(0))
     for b in range(batch):

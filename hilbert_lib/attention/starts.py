@@ -64,12 +64,15 @@ def positions_of(request: Request, queries: int, keys: int, device: torch.device
             [-1,  0]]), tensor([[ 0,  1,  2,  3,  4],
             [-3, -2, -1,  0,  1]]))
     """
+    row, key = torch.arange(queries, device=device)[None], torch.arange(keys, device=device)[None]
+    return query_positions(request, row, keys), key - begins_of(request, keys)
+
+
+def query_positions(request: Request, row: Tensor, keys: int) -> Tensor:
+    """The position of some rows of q (1, rows), as `positions_of` has that of all."""
     first = request.first_query if request.query_starts is None else request.query_starts[:, None]
-    row, key = torch.arange(queries, device=device)[None] + first, torch.arange(keys, device=device)[None]
-    if not has_starts(request):
-        return row, key
-    begin = begins_of(request, keys)
-    return (row - begin).where(row < keys, -1), key - begin
+    row = row + first
+    return (row - begins_of(request, keys)).where(row < keys, -1) if has_starts(request) else row
 
 
 def lengths_of(request: Request, keys: int) -> Tensor | None:

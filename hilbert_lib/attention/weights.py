@@ -2,14 +2,17 @@
 
 from bisect import bisect
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hilbert_lib.attention.api import QueryBox
 from hilbert_lib.attention.documents import rows_of
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.starts import begins_of, query_positions
 from hilbert_lib.attention.transforms import refuse_vmap
 from hilbert_lib.attention.validation import validated
 from hilbert_lib.attention.zero_keys import log_zero_keys
@@ -26,15 +29,18 @@ LAST = torch.iinfo(torch.int64).max
 class _Place(NamedTuple):
     """The place of a query in its sequence, and the rows of k that hold this sequence."""
 
-    position: int
+    position: int  # below 0 for a query that lies at no row of its sequence
     rows: range
 
 
 class _Keys(NamedTuple):
-    """The keys that each query sees by the pattern, each once, then the extra keys."""
+    """The keys that each query sees by the pattern, each once, then the extra keys.
 
-    keys: Tensor  # (kv_heads, queries, most) int64, rows of k, ascending; NO_KEY at the end of those of a short row
-    times: Tensor  # (kv_heads, queries, most) int64, the number of parts through which each is seen; 0 for NO_KEY
+    Both are (sequences, kv_heads, queries, most) int64, of each sequence of the batch, or of one for all.
+    """
+
+    keys: Tensor  # rows of k, ascending; NO_KEY at the end of those of a short row
+    times: Tensor  # the number of parts through which each is seen; 0 for NO_KEY
 
 
 @unscripted
@@ -48,11 +54,13 @@ def attention_weights(
     is_causal: bool = False,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
-    query_start: int | None = None,
+    query_start: int | Tensor | None = None,
+    key_start: Tensor | None = None,
     kv_ordering: Ordering | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     ordering: Ordering | None = None,
+    query_box: QueryBox | None = None,
     extra_k: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -63,14 +71,14 @@ def attention_weights(
 
     Memory: results of batch * heads * queries * most elements, some times over, and `most` rows of k of each batch (or
     2^20 rows, if they are of more queries). Time: that of these, too; for a pattern of one's own that of one mask of
-    its queries and all keys. The host waits for the values of `queries`.
+    its queries and all keys. The host waits for the values of `queries`, and of tensors of starts.
 
     Args:
         q, k: as in `attend`.
         pattern: as in `attend`.
         queries: (n,) integers, the rows of q to look at, in any order.
-        is_causal, scale, key_padding_mask, query_start, kv_ordering, cu_seqlens, max_seqlen, ordering, extra_k,
-            extra_padding_mask: as in `attend`, each for the patterns that take it there.
+        is_causal, scale, key_padding_mask, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen, ordering,
+            query_box, extra_k, extra_padding_mask: as in `attend`, each for the patterns that take it there.
 
     Returns:
         keys: (batch, heads, n, most) int64, rows of k as it is stored, ascending, then -1 where a query sees fewer
@@ -96,10 +104,12 @@ def attention_weights(
         scale=scale,
         key_padding_mask=key_padding_mask,
         query_start=query_start,
+        key_start=key_start,
         kv_ordering=kv_ordering,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         ordering=ordering,
+        query_box=query_box,
         extra_k=extra_k,
         extra_v=extra_k,
         extra_padding_mask=extra_padding_mask,
@@ -107,8 +117,8 @@ def attention_weights(
     rows = _checked_queries(queries, inputs.q.shape[1])
     places = _places(rows, inputs, request)
     table = _keys_seen(places, inputs, request, request.ordering if kv_ordering is None else kv_ordering)
-    is_hidden = _hidden(table, inputs, request, kv_ordering)
-    scores = _scores(rows, table, inputs, request) + table.times[:, None].to(WORKING_DTYPE[inputs.q.dtype]).log()
+    is_hidden = _hidden(table, places, inputs, request, kv_ordering)
+    scores = _scores(rows, table, inputs, request) + table.times[:, :, None].to(WORKING_DTYPE[inputs.q.dtype]).log()
     scores = scores.masked_fill(is_hidden[:, :, None], -torch.inf)
     zero_keys = _log_zero_keys(places, request, scores)
     weights = torch.cat([scores, zero_keys], -1).softmax(-1)[..., :-1].flatten(1, 2)
@@ -133,42 +143,60 @@ def _checked_queries(queries: object, rows: int) -> list[int]:
     return list(checked)
 
 
-def _places(rows: list[int], inputs: Tensors, request: Request) -> list[_Place]:
-    keys = inputs.k.shape[1]
+def _places(rows: list[int], inputs: Tensors, request: Request) -> list[list[_Place]]:
+    # Of each sequence of the batch, or of one for all.
+    keys, row = inputs.k.shape[1], torch.tensor(rows, dtype=torch.int64, device=inputs.k.device)
     if request.cu_seqlens is not None:
         documents = rows_of(request.cu_seqlens, keys, request.max_seqlen)
         starts = [document.start for document in documents]
         places = []
-        for row in rows:
-            document = documents[bisect(starts, row) - 1]
-            places.append(_Place(row - document.start, range(document.start, document.stop)))
-        return places
-    positions = [row + request.first_query for row in rows]
+        for number in rows:
+            document = documents[bisect(starts, number) - 1]
+            places.append(_Place(number - document.start, range(document.start, document.stop)))
+        return [places]
     if request.ordering is not None:
-        positions = request.ordering.to("cpu").perm[rows].tolist()
-    return [_Place(position, range(keys)) for position in positions]
+        position = request.ordering.to(row.device).perm[row][None]
+    elif request.part is not None:
+        position = _cells_of_box(row, request.part.rows, request.pattern.shape)[None]
+    else:
+        position = query_positions(request, row[None], keys)
+    begins = [0] if request.key_start is None else begins_of(request, keys)[:, 0].tolist()
+    if len(begins) < len(position):
+        begins = begins * len(position)
+    sequences = zip(position.expand(len(begins), -1).tolist(), begins, strict=True)
+    return [[_Place(n, range(begin, keys)) for n in positions] for positions, begin in sequences]
 
 
-def _keys_seen(places: list[_Place], inputs: Tensors, request: Request, stored: Ordering | None) -> _Keys:
+def _cells_of_box(row: Tensor, box: tuple[range, ...], shape: tuple[int, ...]) -> Tensor:
+    # The position on the grid of some rows of a box of cells.
+    cells, lines = torch.zeros_like(row), torch.unravel_index(row, tuple(map(len, box)))
+    for side, span, line in zip(shape, box, lines, strict=True):
+        cells = cells * side + span.start + line
+    return cells
+
+
+def _keys_seen(places: list[list[_Place]], inputs: Tensors, request: Request, stored: Ordering | None) -> _Keys:
     # stored: the ordering of k. Tables are made on the CPU, where patterns know their keys.
     pattern, cells, kv_heads = request.pattern, *inputs.k.shape[1:3]
     slots = None if stored is None else stored.to("cpu").inverse
+    extra_keys = torch.arange(cells, cells + _extra(inputs), device="cpu")
     keys_by_row, times_by_row = [], []
-    for kv_head in range(kv_heads):
+    for sequence, kv_head in product(places, range(kv_heads)):
         parts = pattern.head_parts(kv_head, kv_heads)
         options = {"kv_head": kv_head, "kv_heads": kv_heads, "is_causal": request.is_causal}
-        for position, rows in places:
-            keys_by_part = [pattern.part_keys(part, position, len(rows), **options) for part in parts]
-            positions = torch.cat(keys_by_part) + rows.start
+        for position, rows in sequence:
+            positions = [torch.empty(0, dtype=torch.int64, device="cpu")]
+            if position >= 0:
+                positions += [pattern.part_keys(part, position, len(rows), **options) + rows.start for part in parts]
+            positions = torch.cat(positions)
             keys, times = (positions if slots is None else slots[positions]).unique(return_counts=True)
             keys_by_row.append(keys)
             times_by_row.append(times)
-    extra_keys = torch.arange(cells, cells + _extra(inputs), device="cpu")
-    tables = []
+    sizes, tables = (len(places), kv_heads, len(places[0])), []
     for rows, end, extra in ((keys_by_row, NO_KEY, extra_keys), (times_by_row, 0, torch.ones_like(extra_keys))):
         table = pad_sequence(rows, batch_first=True, padding_value=end) if rows else extra.new_empty(0, 0)
         table = torch.cat([table, extra.expand(len(table), -1)], 1)
-        tables.append(table.view(kv_heads, len(places), table.shape[1]).to(inputs.k.device))
+        tables.append(table.view(*sizes, table.shape[1]).to(inputs.k.device))
     return _Keys(*tables)
 
 
@@ -176,18 +204,24 @@ def _extra(inputs: Tensors) -> int:
     return 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
 
 
-def _hidden(table: _Keys, inputs: Tensors, request: Request, kv_ordering: Ordering | None) -> Tensor:
-    # Whether no key stands in a place of the table, or a mask hides it: (batch, kv_heads, queries, most) bool.
+def _hidden(
+    table: _Keys, places: list[list[_Place]], inputs: Tensors, request: Request, kv_ordering: Ordering | None
+) -> Tensor:
+    # Whether no key stands in a place of the table, or it is hidden: (batch, kv_heads, queries, most) bool.
     batch, cells, extra = len(inputs.k), inputs.k.shape[1], _extra(inputs)
     keys, extra_keys = table.keys.split((table.keys.shape[-1] - extra, extra), -1)
     keys = keys.clamp(min=0)
     if kv_ordering is not None:  # the mask lies in sequence order
         keys = kv_ordering.to(keys.device).perm[keys]
+    is_nowhere = [[place.position < 0 for place in sequence] for sequence in places]
+    is_nowhere = torch.tensor(is_nowhere, dtype=torch.bool, device=keys.device)
+    is_hidden = (table.keys == NO_KEY) | is_nowhere[:, None, :, None]
+    sequence = torch.arange(batch, device=keys.device)[:, None, None, None]
     is_masked = []
     for mask, columns in ((request.key_padding_mask, keys), (request.extra_padding_mask, extra_keys - cells)):
-        no_mask = columns.new_zeros((), dtype=torch.bool).expand(batch, *columns.shape)
-        is_masked.append(no_mask if mask is None else mask[:, columns])
-    return torch.cat(is_masked, -1) | (table.keys == NO_KEY)
+        no_mask = columns.new_zeros((), dtype=torch.bool).expand(batch, *columns.shape[1:])
+        is_masked.append(no_mask if mask is None else mask[sequence, columns])
+    return torch.cat(is_masked, -1) | is_hidden
 
 
 def _scores(rows: list[int], table: _Keys, inputs: Tensors, request: Request) -> Tensor:
@@ -196,11 +230,11 @@ def _scores(rows: list[int], table: _Keys, inputs: Tensors, request: Request) ->
     keys = table.keys[..., : table.keys.shape[-1] - _extra(inputs)].clamp(min=0)
     q = inputs.q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))  # (batch, queries, kv_heads, group, head_dim)
     at_once = max(1, KEYS_AT_ONCE // max(1, batch * keys.shape[-1]))
-    scores_by_head = []
+    sequence, scores_by_head = torch.arange(batch, device=keys.device)[:, None, None], []
     for kv_head in range(kv_heads):
         head_q, k, chunks = q[:, :, kv_head], inputs.k[:, :, kv_head], []
-        for chunk_q, chunk_keys in zip(head_q.split(at_once, 1), keys[kv_head].split(at_once), strict=True):
-            chunk_k = k[:, chunk_keys].to(dtype)  # (batch, queries, most, head_dim)
+        for chunk_q, chunk_keys in zip(head_q.split(at_once, 1), keys[:, kv_head].split(at_once, 1), strict=True):
+            chunk_k = k[sequence, chunk_keys].to(dtype)  # (batch, queries, most, head_dim)
             chunks.append(torch.einsum("bqgd,bqnd->bgqn", chunk_q, chunk_k))
         scores = torch.cat(chunks, 2)
         if _extra(inputs):
@@ -210,14 +244,17 @@ def _scores(rows: list[int], table: _Keys, inputs: Tensors, request: Request) ->
     return torch.stack(scores_by_head, 1) * request.scale
 
 
-def _log_zero_keys(places: list[_Place], request: Request, scores: Tensor) -> Tensor:
+def _log_zero_keys(places: list[list[_Place]], request: Request, scores: Tensor) -> Tensor:
     # (batch, kv_heads, group, queries, 1): the score of all zero keys of a query together. A query without any key is
     # given one, so that its softmax has a value: its other weights are 0.
-    kv_heads, no_key = scores.shape[1], scores == -torch.inf
-    log_counts = scores.new_full((kv_heads, 1, len(places)), -torch.inf)
+    no_key = scores == -torch.inf
+    log_counts = scores.new_full((), -torch.inf)
     if getattr(request.pattern, "padding", "none") == "zeros" and not request.is_causal:
-        position = torch.tensor([place.position for place in places], dtype=torch.int64, device=scores.device)
-        length = torch.tensor([len(place.rows) for place in places], dtype=torch.int64, device=scores.device)
-        log_counts = log_zero_keys(request.pattern, position, length, kv_heads, scores.dtype)
-    log_counts = log_counts[..., None].expand(*scores.shape[:-1], 1)
+        numbers = [[(place.position, len(place.rows)) for place in sequence] for sequence in places]
+        numbers = torch.tensor(numbers, dtype=torch.int64, device=scores.device)
+        position, length = numbers.view(len(places), len(places[0]), 2).unbind(-1)
+        # Position 0, which sees none, stands for what lies at no row of its sequence.
+        log_counts = log_zero_keys(request.pattern, position.clamp(min=0), length, scores.shape[1], scores.dtype)
+        log_counts = log_counts[..., None]
+    log_counts = log_counts.expand(*scores.shape[:-1], 1)
     return log_counts.masked_fill(no_key.all(-1, keepdim=True) & (log_counts == -torch.inf), 0.0)

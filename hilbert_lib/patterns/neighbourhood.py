@@ -179,8 +179,11 @@ class Neighbourhood(Pattern):
         return self._positions([axis.keys(cell) for axis, cell in self._places(position)])
 
     def part_keys(self, part: int, query: int, length: int, **options) -> Tensor:
-        """The cells that a query attends to: `keys`, for every KV head."""
-        return self.keys(query)
+        """The cells that a query attends to: `keys`, for every KV head; of a line also where its length is less."""
+        if length == self.length:
+            return self.keys(query)
+        (axis,) = self.axes
+        return replace(axis, cells=length).keys(torch.tensor(query, device="cpu"))
 
     def queries(self, position: int) -> Tensor:
         """The positions that attend to a key: (n,) int64, ascending.
@@ -285,8 +288,8 @@ class HeadNeighbourhoods(Pattern):
         return self.by_head[kv_head].attends(queries[:, None], keys)
 
     def part_keys(self, part: int, query: int, length: int, *, kv_head: int, **options) -> Tensor:
-        """The cells that a query of a KV head attends to."""
-        return self.by_head[kv_head].keys(query)
+        """The cells that a query of a KV head attends to; `Neighbourhood.part_keys`."""
+        return self.by_head[kv_head].part_keys(part, query, length)
 
     @property
     def specification(self) -> Specification:

@@ -1,6 +1,7 @@
 """Weights of some queries: those of brute force, the output they make of v, and memory of the keys that are seen."""
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import ClassVar
 
 import oracle
@@ -63,7 +64,13 @@ def along_sequences(draw):
     kv_heads, length = draw(st.integers(3, 4)), draw(st.integers(1, 40))
     rows = draw(st.integers(1, length))
     options = {"is_causal": draw(st.booleans())}
-    if rows < length:
+    starts = draw(st.sampled_from(["alike", "alike", "unequal"]))
+    if starts == "unequal":  # also past the end of k, and behind the first row of q
+        options["key_start"] = torch.tensor(draw(st.tuples(*[st.integers(0, length)] * 2)))
+        options["query_start"] = torch.tensor(draw(st.tuples(*[st.integers(0, length)] * 2)), dtype=torch.int32)
+        if draw(st.booleans()):
+            options.pop("key_start")
+    elif rows < length:
         options["query_start"] = draw(st.integers(0, length - rows))
     return pattern, kv_heads, rows, length, options
 
@@ -77,7 +84,13 @@ def on_grids(draw):
         pattern = HeadNeighbourhoods((near, replace(near, window=1, stride=1) if max(near.stride) == 1 else near))
     elif other == "union":
         pattern = Union((near, Neighbourhood(near.shape, 1)))
-    return pattern, 2, near.length, near.length, {}
+    if draw(st.booleans()):
+        return pattern, 2, near.length, near.length, {}
+    box = []
+    for side in near.shape:
+        first = draw(st.integers(0, side - 1))
+        box.append((first, draw(st.integers(first + 1, side))))
+    return pattern, 2, prod(stop - first for first, stop in box), near.length, {"query_box": tuple(box)}
 
 
 def compared(case, seed, group, masked, ordered):
@@ -99,7 +112,7 @@ def compared(case, seed, group, masked, ordered):
     columns = torch.arange(length)
     if ordered and "kv_ordering" in pattern.options:
         k, v, own_options["kv_ordering"], columns = order.apply(k, 1), order.apply(v, 1), order, order.perm
-    elif ordered and "ordering" in pattern.options:
+    elif ordered and "ordering" in pattern.options and "query_box" not in options:
         q, k, v, own_options["ordering"], columns = *(order.apply(x, 1) for x in (q, k, v)), order, order.perm
         expected = order.apply(expected, 2)
         if masked:
