@@ -61,8 +61,8 @@ def attend(
         pattern: a `DilatedPattern` for sequences; a `Neighbourhood` for grids, or a tuple of one for each KV head.
         scale: factor of the scores, above 0; by default head_dim ** -0.5.
         key_padding_mask: (batch, keys) bool, True = no weight.
-        is_causal, dropout_p, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in
-            `dilated_attention`.
+        is_causal, dropout_p, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in `dilated_attention`.
+        query_start, key_start: for sequences and grids of one axis, as in `dilated_attention`.
         ordering, query_box, extra_q, extra_k, extra_v, extra_padding_mask: for grids alone, as in
             `neighbourhood_attention`.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
@@ -217,6 +217,8 @@ def neighbourhood_attention(
     *,
     ordering: Ordering | None = None,
     query_box: QueryBox | None = None,
+    query_start: int | Tensor | None = None,
+    key_start: Tensor | None = None,
     scale: float | None = None,
     extra_q: Tensor | None = None,
     extra_k: Tensor | None = None,
@@ -233,14 +235,17 @@ def neighbourhood_attention(
     cannot read as it lies in memory is copied once.
 
     Args:
-        q: (batch, queries, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid or of query_box.
+        q: (batch, queries, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid, or of some.
         k, v: (batch, seq, kv_heads, head_dim); kv_heads divides heads.
         neighbourhood: which cells a query sees; or a tuple of one for each KV head, which differ in window alone.
         ordering: in which order q, k, v, the masks, out and lse are stored; None, the default, row by row. Not with
-            query_box.
+            query_box, query_start or key_start.
         query_box: (start, stop) for each axis: q, out and lse hold these cells alone, row by row, while k and v hold
             the whole grid. The results are those of these rows of the whole call: the next frames of a film, or, of a
             line, the last cell of a cache. By default all cells.
+        query_start, key_start: on a grid of one axis, for caches of sliding windows, as in `dilated_attention`: q's row
+            t is cell query_start + t - key_start of a line that begins at row key_start of k and ends with k. A row
+            before it sees no extra keys either. Not with query_box; key_start not where an edge is "wrap".
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
         extra_q: (batch, extra queries, heads, head_dim), queries beside the grid that see every cell and every extra
             key: joint attention of text, class tokens. Where an axis is causal they see all of it.
@@ -274,7 +279,7 @@ def neighbourhood_attention(
     >>> image.shape, text.shape
     (torch.Size([1, 6, 1, 2]), torch.Size([1, 4, 1, 2]))
     """
-    if query_box is None:
+    if query_box is None and query_start is None:
         _warn_of_heads_first("neighbourhood_attention", k)
     return computed(
         q,
@@ -284,6 +289,8 @@ def neighbourhood_attention(
         door=check_neighbourhood,
         ordering=ordering,
         query_box=query_box,
+        query_start=query_start,
+        key_start=key_start,
         scale=scale,
         extra_q=extra_q,
         extra_k=extra_k,

@@ -8,6 +8,7 @@ from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.failures import first_that_compiles
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.starts import padding_with_starts
 from hilbert_lib.patterns.all_pairs import AllPairs
 
 
@@ -33,7 +34,8 @@ def extra_attention(
 
 def joint_call(extra_q: Tensor, inputs: Tensors, request: Request) -> tuple[Tensors, Request]:
     """The inputs and the request of extra queries, from those of the cells, which may be stored in any order."""
-    masks = {"key_padding_mask": request.key_padding_mask, "extra_padding_mask": request.extra_padding_mask}
+    padding = padding_with_starts(request, inputs.k)
+    masks = {"key_padding_mask": padding, "extra_padding_mask": request.extra_padding_mask}
     return Tensors(extra_q, *inputs[1:]), Request(AllPairs(), scale=request.scale, **masks)
 
 

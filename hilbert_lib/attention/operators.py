@@ -233,11 +233,12 @@ def pair_count(request: Request, shapes: tuple) -> int:
 def _most_pairs(request: Request, shapes: tuple) -> int:
     # Each query with as many keys as any position sees; or all pairs of sequences that begin at row 0.
     (batch, queries, heads, _), (_, keys, kv_heads, _) = map(tuple, shapes[:2])
-    most, group = batch * heads * queries * keys, heads // kv_heads
-    if isinstance(request.pattern, DilatedPattern):
-        most = (
-            batch * queries * group * sum(request.pattern.most_keys(keys, head, kv_heads) for head in range(kv_heads))
-        )
+    extra, pattern, most_keys = shapes[3][1] if shapes[3] else 0, request.pattern, [keys] * kv_heads
+    if isinstance(pattern, DilatedPattern):
+        most_keys = [pattern.most_keys(keys, head, kv_heads) for head in range(kv_heads)]
+    elif isinstance(pattern, HeadNeighbourhoods):
+        most_keys = [near.axes[0].window for near in pattern.by_head]
+    most = batch * queries * (heads // kv_heads * sum(most_keys) + heads * extra)
     if request.query_start is None and request.query_starts is None:
         most = min(most, pair_count(replace(request, key_start=None), shapes))
     return most

@@ -83,3 +83,12 @@ def lengths_of(request: Request, keys: int) -> Tensor | None:
 def begins_of(request: Request, keys: int) -> Tensor | int:
     """The row of k at which each sequence begins, within k: (batch, 1) int64, or 0 for all."""
     return 0 if request.key_start is None else request.key_start.long().clamp(0, keys)[:, None]
+
+
+def padding_with_starts(request: Request, k: Tensor) -> Tensor | None:
+    """The request's key_padding_mask, with the rows of k before each sequence."""
+    padding, keys = request.key_padding_mask, k.shape[1]
+    if request.key_start is None:
+        return padding
+    before = torch.arange(keys, device=k.device) < begins_of(request, keys)
+    return before if padding is None else before | padding

@@ -14,8 +14,9 @@ from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, number, positive
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
+from hilbert_lib.patterns.neighbourhood import ON_GRIDS, ON_LINES, HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern, check_pattern
+from hilbert_lib.patterns.union import Union
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_HEAD_DIM = 256
@@ -70,19 +71,27 @@ def validated(
     max_seqlen = check_documents(
         q, options["cu_seqlens"], options["max_seqlen"], key_padding_mask=key_padding_mask, **sequence_options
     )
+    part = None
     if pattern.length is None:
         query_start, query_starts = check_starts(q, k, options["query_start"], options["key_start"])
         _check_kv_ordering(options["kv_ordering"], k)
-        part = None
     else:
-        query_start = query_starts = None
-        part = part_of_box(options["query_box"], pattern.shape)
         whole = shard_cells or (pattern.length, f"the grid {pattern.shape}")
-        if part is None:
+        part = part_of_box(options["query_box"], pattern.shape)
+        if part is not None:
+            if q.shape[1] != math.prod([len(line) for line in part.rows]):
+                box = options["query_box"]
+                raise ValueError(f"q must have the cells of query_box {box}, got shape {tuple(q.shape)}")
+        elif options["query_start"] is None:
             _check_cells("q", q, *whole)
-        elif q.shape[1] != math.prod([len(line) for line in part.rows]):
-            raise ValueError(f"q must have the cells of query_box {options['query_box']}, got shape {tuple(q.shape)}")
         _check_cells("k", k, *whole)
+        query_start = query_starts = None
+        if options["query_start"] is not None or options["key_start"] is not None:
+            _check_starts_on_line(pattern, options)
+            query_start, query_starts = check_starts(q, k, options["query_start"], options["key_start"])
+        if query_start is not None and options["key_start"] is None:  # some cells of a line, which are known here
+            box = [(query_start, query_start + q.shape[1])]
+            query_start, part = None, part_of_box(box if q.shape[1] else None, pattern.shape)
     extra_k = extra_v = extra_padding_mask = None
     if options["extra_q"] is not None:
         _check_extra_q(q, dtype_in_words(q_given, q), options["extra_q"])
@@ -131,6 +140,8 @@ def refuse_options(
         if name not in pattern.options | also_taken and not is_default:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             hint = "; query_start is the word there" if name == "query_box" and pattern.length is None else ""
+            if name in ON_LINES - ON_GRIDS and pattern.length is not None:
+                hint = "; it has more than one axis"
             raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}{hint}")
 
 
@@ -239,6 +250,17 @@ def _check_cells(name: str, x: Tensor, cells: int, whose: str) -> None:
     if x.shape[1] != cells:
         hint = "; if heads come first, give x.transpose(1, 2)" if x.shape[2] == cells else ""
         raise ValueError(f"{name} must have the {cells} cells of {whose}, got shape {tuple(x.shape)}{hint}")
+
+
+def _check_starts_on_line(pattern: Pattern, options: dict) -> None:
+    name = "query_start" if options["key_start"] is None else "key_start"
+    for other in ("ordering", "query_box"):
+        if options[other] is not None:
+            raise ValueError(f"{other} must be None with {name}, which counts rows of a line; got {options[other]!r}")
+    parts = pattern.patterns if isinstance(pattern, Union) else (pattern,)
+    wraps = any(isinstance(part, HeadNeighbourhoods) and "wrap" in part.by_head[0].edge for part in parts)
+    if options["key_start"] is not None and wraps:
+        raise ValueError("edge must be 'shift' or 'clip' with key_start, which cuts the line short; got 'wrap'")
 
 
 def _checked_ordering(ordering: object, cells: int, part: GridPart | None) -> Ordering | None:

@@ -6,7 +6,7 @@ Backends that call kernels say their own (`Backend.workspace`).
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import is_undone
 from hilbert_lib.attention.explain import explain_backend
+from hilbert_lib.attention.grid_parts import part_of_box
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
@@ -85,8 +86,8 @@ def estimate_memory(
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
         heads, head_dim, batch: heads of q, size of one head, sequences.
-        length: keys; on a grid it is left out, as are is_causal, dropout_p, has_kv_ordering, has_key_start
-            and queries.
+        length: keys; on a grid it is left out, as are is_causal, dropout_p and has_kv_ordering, and on one of more than
+            one axis has_key_start and queries.
         kv_heads: heads of k and v; by default as many as of q.
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
@@ -121,11 +122,14 @@ def estimate_memory(
     extra = checks.integer("extra", extra, least=0)
     pattern = as_pattern(pattern)
     if on_grid := pattern.length is not None:
-        left_out = {"length": length, "queries": queries, "is_causal": is_causal, "dropout_p": dropout_p}
-        for name, value in (left_out | {"has_kv_ordering": has_kv_ordering, "has_key_start": has_key_start}).items():
+        near = pattern.of_heads(kv_heads)
+        left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p}
+        left_out |= {"has_kv_ordering": has_kv_ordering}
+        if len(near.shape) > 1:
+            left_out |= {"queries": queries, "has_key_start": has_key_start}
+        for name, value in left_out.items():
             if value:
                 raise ValueError(f"{name} must be left out for a call on a grid, got {value!r}")
-        near = pattern.of_heads(kv_heads)
         length, backends = near.length, backends_for(near)
     else:
         length, backends = checks.integer("length", length, least=1), backends_for(pattern)
@@ -142,7 +146,9 @@ def estimate_memory(
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
     extra_keys = k.new_empty(batch, extra, kv_heads, head_dim)
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
-    options = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
+    options = {"query_start": start}
+    if not on_grid:
+        options |= {"is_causal": is_causal, "dropout_p": dropout_p}
     if has_kv_ordering:  # any one: the choice asks whether there is one
         options["kv_ordering"] = Ordering.linear(length)
     starts = torch.empty(batch, dtype=torch.int64, device="meta") if has_key_start else None
@@ -150,7 +156,11 @@ def estimate_memory(
     backend = _serving(q, k, padding, starts, device, named, direction == "backward", backends, options)
     is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)
     if on_grid:
-        call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding)
+        call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding, key_start=starts)
+        if starts is not None:
+            call = replace(call, query_start=start)
+        elif start is not None:
+            call = replace(call, part=part_of_box([(start, start + rows)], near.shape))
         leaves = Tensors(q, k, k, extra_keys, extra_keys)
     else:
         seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None

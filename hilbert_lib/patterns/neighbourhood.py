@@ -20,6 +20,7 @@ from hilbert_lib.patterns.pattern import Pattern, Specification
 EDGES = ("shift", "clip", "wrap")
 # Arguments of `attend` that patterns on grids take besides those of every kind.
 ON_GRIDS = frozenset(("ordering", "query_box", "extra_q", "extra_k", "extra_v", "extra_padding_mask"))
+ON_LINES = ON_GRIDS | {"query_start", "key_start"}  # of one axis
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,6 @@ class Neighbourhood(Pattern):
     """
 
     kind: ClassVar[str] = "neighbourhood"
-    options: ClassVar[frozenset[str]] = ON_GRIDS
 
     shape: tuple[int, ...]
     window: tuple[int, ...]
@@ -150,6 +150,11 @@ class Neighbourhood(Pattern):
         for n, axis in enumerate(axes):
             _check_axis(n, axis)
         object.__setattr__(self, "axes", tuple(axis.fitted() for axis in axes))  # the rules along each axis
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Arguments of `attend` that the pattern takes besides those of every kind."""
+        return ON_LINES if len(self.shape) == 1 else ON_GRIDS
 
     @property
     def pairs(self) -> int:
@@ -245,7 +250,6 @@ class HeadNeighbourhoods(Pattern):
     kind: ClassVar[str] = "neighbourhoods"
     function: ClassVar[str] = "neighbourhood_attention"
     noun: ClassVar[str] = "Neighbourhood"
-    options: ClassVar[frozenset[str]] = ON_GRIDS
 
     by_head: tuple[Neighbourhood, ...]
 
@@ -267,6 +271,11 @@ class HeadNeighbourhoods(Pattern):
     def shape(self) -> tuple[int, ...]:
         """Sides of the grid."""
         return self.by_head[0].shape
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Arguments of `attend` that the pattern takes besides those of every kind."""
+        return self.by_head[0].options
 
     def of_any_heads(self) -> Pattern:
         """The neighbourhood of every KV head where all are equal, else the pattern itself."""
@@ -290,6 +299,18 @@ class HeadNeighbourhoods(Pattern):
     def part_keys(self, part: int, query: int, length: int, *, kv_head: int, **options) -> Tensor:
         """The cells that a query of a KV head attends to; `Neighbourhood.part_keys`."""
         return self.by_head[kv_head].part_keys(part, query, length)
+
+    def batch_mask(
+        self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, lengths: Tensor | None = None, **options
+    ) -> Tensor:
+        """`mask` of each sequence of a batch: (batch, nq, nk) bool of queries (batch, nq) and keys (batch, nk) int64.
+
+        lengths: (batch,) int64, cells of each, where a line has fewer for some than for others.
+        """
+        near, queries, keys = self.by_head[kv_head], queries[:, :, None], keys[:, None]
+        if lengths is None:
+            return near.attends(queries, keys)
+        return replace(near.axes[0], cells=lengths[:, None, None]).attends(queries, keys)
 
     @property
     def specification(self) -> Specification:

@@ -255,7 +255,7 @@ BACKENDS = (
     ),
     Backend(
         name="eager",
-        note="matrix products over strided views; dense masks where sequences begin at rows that the device knows",
+        note="matrix products over strided views",
         colour="#999999",
         caveat=SPREADS,
         functions=lambda device: (_eager_forward, _eager_backward),

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.backend import SPREADS, Backend
 from hilbert_lib.attention.grid_parts import as_returned, joined, slots_of
 from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
+from hilbert_lib.attention.starts import STARTS, has_starts
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.blocks import AxisTiles, axis_tiles
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
@@ -173,15 +175,25 @@ def _attends(lines: list[Tensor]) -> Tensor:
     return attends
 
 
+def _forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    # Tiles are of a line of which all sequences have the same cells.
+    return reference.forward_by_rows(inputs, request) if has_starts(request) else forward(inputs, request)
+
+
+def _backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    run = reference.backward_by_rows if has_starts(request) else backward
+    return run(dout, inputs, out, lse, request)
+
+
 BACKENDS = (
     Backend(
         serves=HeadNeighbourhoods,
         name="eager",
         note="matrix products of tiles, in chunks",
         colour="#999999",
-        functions=lambda device: (forward, backward),
+        functions=lambda device: (_forward, _backward),
         reads_orderings=True,
         caveat=SPREADS,
-        options=("part",),
+        options=("part", *STARTS),
     ),
 )
