@@ -84,9 +84,12 @@ class Pattern:
     ) -> Tensor:
         """`mask` of each sequence of a batch: (batch, nq, nk) bool of queries (batch, nq) and keys (batch, nk) int64.
 
+        queries and keys may also have a batch of 1, which stands for all sequences.
         lengths: (batch,) int64, tokens of each, where they are fewer than the cells of the grid. options: of `mask`.
         """
-        return torch.stack([self.mask(part, *rows, **options) for rows in zip(queries, keys, strict=True)])
+        batch = max(len(queries), len(keys))
+        rows = zip(queries.expand(batch, -1), keys.expand(batch, -1), strict=True)
+        return torch.stack([self.mask(part, *pair, **options) for pair in rows])
 
     def part_keys(
         self, part: int, query: int, length: int, *, kv_head: int, kv_heads: int, is_causal: bool = False
