@@ -1,7 +1,8 @@
 """Sequences of a batch that begin at unequal rows: key_start (padding on the left) and query_start as a tensor."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import oracle
 import pytest
@@ -27,6 +28,7 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import OFFSET_RULES, PADDING_RULES
 from hilbert_lib.patterns.neighbourhood import EDGES
+from hilbert_lib.patterns.pattern import Pattern
 
 KEYS = 23
 # query_start, key_start and the rows of q, of four sequences; values out of range among them.
@@ -122,14 +124,27 @@ def test_keys_of_zeros_are_those_of_each_sequence():
         assert_close(attended(tensors, pattern, "eager", **options), exact, 1e-12)
 
 
+@dataclass(frozen=True)
+class EverySecond(Pattern):
+    """Every second position back."""
+
+    kind: ClassVar[str] = "every_second"
+    options: ClassVar[frozenset[str]] = frozenset(("query_start", "key_start"))
+
+    def attends(self, query, key):
+        return (key <= query) & ((query - key) % 2 == 0)
+
+
 UNIONS = {
+    "one's own": EverySecond(),
+    "one's own beside another": Union((PATTERN, EverySecond())),
     "sequences": Union((PATTERN, DilatedPattern((9,), (2,)))),
     "lines": Union((Neighbourhood((KEYS,), 5), Neighbourhood((KEYS,), 3, dilation=4, edge="clip"))),
 }
 
 
 @pytest.mark.parametrize("kind", UNIONS)
-def test_unions_take_unequal_sequences(kind):
+def test_unions_and_patterns_of_ones_own_take_unequal_sequences(kind):
     for starts, backend in zip(STARTS, ("reference", "eager") * 4, strict=False):
         options, queries = starts_of(starts)
         tensors = drawn(queries, 2, 1, 8, batch=4, keys=KEYS, dtype=torch.float64)
