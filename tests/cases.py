@@ -454,6 +454,13 @@ def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
     return near, part, at_rows, torch.isin(at_rows, at_queries), at_keys, False
 
 
+def query_boxed(near: Neighbourhood, box: tuple[range, ...]) -> tuple:
+    """The same of a box of queries, with all cells as keys."""
+    at_rows = positions(box, near.shape)
+    part = GridPart(box, box, tuple(map(range, near.shape)))
+    return near, part, at_rows, torch.ones(len(at_rows), dtype=torch.bool), torch.arange(near.length), False
+
+
 def shortest(side: int, cells: set[int], goes_round: bool) -> range:
     """The shortest run of cells of an axis that holds some."""
     firsts = ((x, size) for size in range(1, side + 1) for x in range(side if goes_round else side - size + 1))
@@ -482,6 +489,8 @@ def parts(draw):
         last = draw(st.integers(first + 1, side))
         queries.append(range(first, last))
         rows.append(range(draw(st.integers(0, first)), draw(st.integers(last, side))))
+    if draw(st.booleans()):
+        return query_boxed(near, tuple(queries))
     return boxed(near, tuple(rows), tuple(queries))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from allpairspy import AllPairs
-from cases import LAYOUTS, MORE, boxed, differentiated, ranges
+from cases import LAYOUTS, MORE, boxed, differentiated, query_boxed, ranges
 from oracle import attending
 
 from hilbert_lib import Neighbourhood
@@ -37,6 +37,22 @@ BOXED = {
     ),
     "one cell": (Neighbourhood((9, 9), 3), ranges(4, 5, 8, 9), ranges(4, 5, 8, 9)),
 }  # fmt: skip
+
+
+# Boxes of queries, with all cells as keys.
+QUERY_BOXES = {
+    "frames of a film": (
+        Neighbourhood((6, 10, 12), (3, 4, 5), is_causal=(True, False, False)),
+        ranges(4, 6, 0, 10, 0, 12),
+    ),
+    "the last cell of a line": (Neighbourhood((150,), 20, is_causal=True), ranges(149, 150)),
+    "amid a plane": (Neighbourhood((22, 30), (9, 7), stride=(3, 1), edge=("clip", "shift")), ranges(7, 20, 4, 23)),
+    "all along what goes round": (
+        Neighbourhood((20, 12), (5, 6), dilation=(1, 2), edge=("clip", "wrap")),
+        ranges(3, 9, 0, 12),
+    ),
+    "windows larger than the grid": (Neighbourhood((18, 20), (30, 60), edge=("clip", "shift")), ranges(1, 9, 11, 20)),
+}
 
 
 # Grids that show what none of the drawn ones does.
@@ -115,5 +131,5 @@ def expected(case: Case) -> tuple:
 
 
 def boxed_part(name: str) -> tuple:
-    """One of `BOXED`, as `check_part` takes it."""
-    return boxed(*BOXED[name])
+    """One of `BOXED`, or of `QUERY_BOXES`, as `check_part` takes it."""
+    return boxed(*BOXED[name]) if name in BOXED else query_boxed(*QUERY_BOXES[name])

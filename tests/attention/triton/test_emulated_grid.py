@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NORM_TOLERANCE, check_nan, check_part, stored
-from drawn_grids import BOXED, CASES, EDGES, SPECIAL, Case, boxed_part, drawn, expected, special
+from drawn_grids import BOXED, CASES, EDGES, QUERY_BOXES, SPECIAL, Case, boxed_part, drawn, expected, special
 from oracle import attending
 
 from hilbert_lib import Neighbourhood
@@ -94,10 +94,11 @@ def test_who_sees_a_key_of_a_long_axis_is_found_in_32_bits(sources, side, window
 def run_part(sources, part: str) -> None:
     """Compares a part, of 40 columns or of 128 in turn."""
     functions = sources.grids.forward, sources.grids.backward
-    check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=(128, 40)[list(BOXED).index(part) % 2])
+    number = [*BOXED, *QUERY_BOXES].index(part)
+    check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=(128, 40)[number % 2])
 
 
-@pytest.mark.parametrize("part", BOXED)
+@pytest.mark.parametrize("part", [*BOXED, *QUERY_BOXES])
 def test_a_part_of_a_grid_is_what_it_is_in_the_whole(sources, part):
     run_part(sources, part)
 

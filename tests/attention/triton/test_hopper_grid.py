@@ -11,6 +11,7 @@ from cases import (
     MORE,
     NORM_TOLERANCE,
     RULES,
+    box_in,
     boxed,
     check_nan,
     check_on_grid,
@@ -22,10 +23,12 @@ from cases import (
 )
 from cases import attended as by_backend
 from cases import drawn as tokens
-from drawn_grids import BOXED, CASES, boxed_part, drawn, expected
+from drawn_grids import BOXED, CASES, QUERY_BOXES, boxed_part, drawn, expected
 from oracle import attending
 
 from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
+from hilbert_lib.attention.grid_parts import on_its_keys, part_of_box
+from hilbert_lib.attention.request import Request
 from hilbert_lib.lab.sweeps.memory import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
@@ -86,6 +89,21 @@ def test_small_grids_are_the_oracles(case):
     check_on_grid(rules, heads, "none", more, dtype, "hopper", head_dim, DEVICE)
 
 
+def is_box_served(rules: str) -> bool:
+    near = neighbourhoods(rules, "one")
+    try:
+        on_its_keys(Request(near.of_heads(1), part=part_of_box(box_in(near.shape), near.shape)))
+    except ValueError:
+        return False
+    return is_served(rules)
+
+
+@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
+@pytest.mark.parametrize("rules", filter(is_box_served, RULES))
+def test_a_box_of_queries_is_the_oracles(rules, dtype):
+    check_on_grid(rules, "grouped", "box", "extra and padding", dtype, "hopper", 64, DEVICE)
+
+
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_what_the_emulator_runs_is_right_here_too(number):
     case = drawn(number)
@@ -99,7 +117,7 @@ def test_what_the_emulator_runs_is_right_here_too(number):
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("part", [*BOXED, "large"])
+@pytest.mark.parametrize("part", [*BOXED, *QUERY_BOXES, "large"])
 def test_a_part_of_a_grid_is_what_it_is_in_the_whole(part, head_dim):
     large = boxed(Neighbourhood((90, 100), (17, 9)), ranges(10, 70, 20, 100), ranges(20, 70, 20, 90))
     check_part(large if part == "large" else boxed_part(part), "hopper", DEVICE, torch.bfloat16, head_dim)
@@ -178,5 +196,7 @@ def test_auto_takes_them_for_tokens_that_are_stored_row_by_row():
     assert chosen(q, k, v, ordering=Ordering.linear(near.length)) == "hopper"
     assert chosen(q, k, v, ordering=Ordering.random(near.length, seed=0)) == "triton"
     assert chosen(q.float(), k.float(), v.float()) == "triton"
+    box = ((0, 1), *((0, side) for side in near.shape[1:]))
+    assert chosen(q[:, : near.length // near.shape[0]], k, v, query_box=box) == "hopper"
     compiled = torch.compile(neighbourhood_attention, fullgraph=True)
     assert torch.equal(compiled(q, k, v, near), neighbourhood_attention(q, k, v, near, backend="hopper"))
