@@ -99,7 +99,7 @@ def is_box_served(rules: str) -> bool:
 
 
 @pytest.mark.parametrize("dtype", NORM_TOLERANCE)
-@pytest.mark.parametrize("rules", filter(is_box_served, RULES))
+@pytest.mark.parametrize("rules", list(filter(is_box_served, RULES)))
 def test_a_box_of_queries_is_the_oracles(rules, dtype):
     check_on_grid(rules, "grouped", "box", "extra and padding", dtype, "hopper", 64, DEVICE)
 
