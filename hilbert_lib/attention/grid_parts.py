@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.request import GridPart, Request, Tensors
+from hilbert_lib.attention.request import Ends, GridPart, Request, Tensors
 from hilbert_lib.checks import integer, is_listed
 from hilbert_lib.patterns.neighbourhood import Axis, HeadNeighbourhoods, Neighbourhood
 
@@ -19,16 +19,27 @@ def part_of_box(query_box: object, shape: tuple[int, ...]) -> GridPart | None:
         raise TypeError(f"query_box must be (start, stop) for each axis of the grid {shape}, got {query_box!r}")
     if len(query_box) != len(shape):
         raise ValueError(f"query_box must be (start, stop) for each axis of the grid {shape}, got {query_box!r}")
-    box, keys = [], tuple(map(range, shape))
+    line = Ends if torch.compiler.is_compiling() else range
+    box, is_whole = [], True
     for n, (ends, cells) in enumerate(zip(query_box, shape, strict=True)):
         if not is_listed(ends):
             raise TypeError(f"query_box[{n}] must be (start, stop), got {ends!r}")
         if len(ends) != 2:
             raise ValueError(f"query_box[{n}] must be (start, stop), got {ends!r}")
         start = integer(f"query_box[{n}][0]", ends[0], least=0, most=cells - 1)
-        box.append(range(start, integer(f"query_box[{n}][1]", ends[1], least=start + 1, most=cells)))
+        stop = integer(f"query_box[{n}][1]", ends[1], least=start + 1, most=cells)
+        box.append(line(start, stop))
+        is_whole = is_whole and start == 0 and stop == cells
     # All cells are the question without it, which every backend answers.
-    return None if tuple(box) == keys else GridPart(tuple(box), tuple(box), keys)
+    return None if is_whole else GridPart(tuple(box), tuple(box), tuple(line(0, cells) for cells in shape))
+
+
+def has_all_keys(part: GridPart, shape: tuple[int, ...]) -> bool:
+    """Whether all queries of a part are computed, and its keys are all cells of the grid, as with a query_box."""
+    for rows, queries, keys, cells in zip(part.rows, part.queries, part.keys, shape, strict=True):
+        if rows.start != queries.start or rows.stop != queries.stop or keys.start != 0 or keys.stop != cells:
+            return False
+    return True
 
 
 def on_its_keys(request: Request) -> Request:
@@ -38,6 +49,32 @@ def on_its_keys(request: Request) -> Request:
     """
     frames, part = _on_its_keys(request.neighbourhoods, request.part)
     return replace(request, pattern=HeadNeighbourhoods(frames), part=part)
+
+
+def refusal_of_part(axes: tuple[Axis, ...], part: GridPart) -> str:
+    """Why the keys of a part are no grid with the same rules, so that `on_its_keys` raises; or ""."""
+    for n, axis in enumerate(axes):
+        if refused := _refusal_along(n, axis, part):
+            return refused
+    return ""
+
+
+def _refusal_along(n: int, axis: Axis, part: GridPart) -> str:
+    keys = part.keys[n]
+    if _is_whole(n, axis, part):
+        return ""
+    if axis.dilation > 1:
+        return f"axis {n} is dilated, and the queries or keys are not all of its cells"
+    if keys.start % axis.stride or (axis.is_causal and keys.stop % axis.stride and keys.stop != axis.cells):
+        return f"the keys along axis {n} cut a group of its stride"
+    if axis.edge == "wrap" and keys.stop - keys.start == axis.cells:
+        return f"axis {n} goes round, and the queries, unlike the keys, are not all of its cells"
+    return ""
+
+
+def _is_whole(n: int, axis: Axis, part: GridPart) -> bool:
+    # Whether a part holds all queries and keys of an axis, and computes them.
+    return all(box[n].start == 0 and box[n].stop == axis.cells for box in (part.rows, part.queries, part.keys))
 
 
 @lru_cache(maxsize=256)
@@ -56,12 +93,10 @@ def _on_its_keys(
 def _on_keys(n: int, axis: Axis, part: GridPart) -> tuple[range, range, str]:
     # Of one axis, counted from the first key: the rows of q, those computed, and the rule at the ends.
     rows, queries, keys = part.rows[n], part.queries[n], part.keys[n]
-    is_whole = keys == range(axis.cells) == queries == rows
+    if refused := _refusal_along(n, axis, part):
+        raise ValueError(refused)
+    is_whole = _is_whole(n, axis, part)
     wraps = axis.edge == "wrap" and not axis.is_causal
-    cuts_groups = keys.start % axis.stride or (axis.is_causal and keys.stop % axis.stride and keys.stop != axis.cells)
-    goes_round = wraps and len(keys) == axis.cells
-    if not is_whole and (axis.dilation > 1 or (axis.stride > 1 and cuts_groups) or goes_round):
-        raise ValueError(f"the keys along axis {n} are not a grid with the same rules: {axis}, {queries}, {keys}")
     first = (queries.start - keys.start) % axis.cells
     before = first - (queries.start - rows.start)
     edge = "clip" if wraps and not is_whole else axis.edge

@@ -41,7 +41,7 @@ _INPUTS = len(Tensors._fields)
 ORDERINGS = (*KINDS, "residue", "random", "linear", "permutation")
 # The schema of a request: the pattern, then the other fields one by one.
 _TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
-_TYPES |= {Pattern: "str words, SymInt[]", Ordering | None: "int[]", GridPart | None: "int[]"}
+_TYPES |= {Pattern: "str words, SymInt[]", Ordering | None: "int[]", GridPart | None: "SymInt[]"}
 _FIELDS = [field.name for field in fields(Request)]
 _OWN = ["Tensor? permutation", "str backend"]  # permutation: the values of an ordering of one's own
 _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), *_OWN])
@@ -114,7 +114,7 @@ def _request(words: str, numbers: list[int], *rest) -> Request:
     options = dict(zip(_FIELDS[1:], values, strict=True))
     ordering = tuple(options["ordering"])
     options["ordering"] = _ordering(ordering) if permutation is None else _own_ordering(ordering, permutation)
-    options["part"] = _part(tuple(options["part"]))
+    options["part"] = _part(tuple(map(int, options["part"])))
     return Request(from_specification(words, tuple(map(int, numbers))), **options)
 
 

@@ -27,11 +27,18 @@ class Tensors(NamedTuple):
     extra_v: Tensor | None = None
 
 
+class Ends(NamedTuple):
+    """A range of cells as torch.compile and torch.export take it: they make constants of the ends of a `range`."""
+
+    start: int
+    stop: int
+
+
 class GridPart(NamedTuple):
     """Some queries of a grid and what they see: boxes of cells, a range for each axis, stored row by row.
 
     On an axis that wraps, index `cells + i` means cell i. With `Request.slots` a box ends with the grid, and says no
-    more than where cells may be.
+    more than where cells may be. Under torch.compile ranges are `Ends`.
     """
 
     rows: tuple[range, ...]  # the cells of q, out and lse

@@ -79,7 +79,7 @@ def validated(
         whole = shard_cells or (pattern.length, f"the grid {pattern.shape}")
         part = part_of_box(options["query_box"], pattern.shape)
         if part is not None:
-            if q.shape[1] != math.prod([len(line) for line in part.rows]):
+            if q.shape[1] != math.prod([line.stop - line.start for line in part.rows]):
                 box = options["query_box"]
                 raise ValueError(f"q must have the cells of query_box {box}, got shape {tuple(q.shape)}")
         elif options["query_start"] is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits
 from hilbert_lib.attention.backends.flex_masks import FLEX_BLOCK, mask_of
+from hilbert_lib.attention.grid_parts import has_all_keys
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.internals import buffers_kept, flex_tiles_within, let_run_again
 from hilbert_lib.machine import kernel_mode
@@ -209,8 +210,7 @@ def _limits(q: Tensor, request: Request) -> str:
 
 def _limits_of_grids(q: Tensor, request: Request) -> str:
     part = request.part
-    is_box = part is None or (part.rows == part.queries and part.keys == tuple(map(range, request.pattern.shape)))
-    if request.slots is not None or not is_box or (part and part.in_float):
+    if part and (request.slots is not None or part.in_float or not has_all_keys(part, request.pattern.shape)):
         return "computes no part of a grid but a query_box"
     return _limits(q, request)
 

@@ -31,6 +31,7 @@ from cases import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import cells_of_box, mask_of
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,12 +47,13 @@ from hilbert_lib import (
     neighbourhood_attention,
     ring_attend,
 )
-from hilbert_lib.attention import operators
+from hilbert_lib.attention import choice, operators
 from hilbert_lib.attention.backends import flex, tiles
 from hilbert_lib.attention.backends.registry import backends_for
-from hilbert_lib.attention.grid_parts import on_its_keys
+from hilbert_lib.attention.grid_parts import on_its_keys, part_of_box
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.attention.validation import part_of_box, validated
+from hilbert_lib.attention.rules import Rule
+from hilbert_lib.attention.validation import validated
 from hilbert_lib.patterns.blocks import axis_tiles, mask_blocks
 from hilbert_lib.patterns.neighbourhood import EDGES, HeadNeighbourhoods
 
@@ -273,6 +275,30 @@ def test_another_box_is_another_form_of_call():
             torch.testing.assert_close(out, neighbourhood_attention(q, k, v, NEAR)[:, rows], atol=1e-14, rtol=0)
     with pytest.raises(TypeError, match=r"query_box\[0\]\[0\] must be an integer from 0 to 3, got False"):
         neighbourhood_attention(q[:, :12], k, v, NEAR, query_box=((False, 2), (0, 6)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "serving"), [({}, "hopper"), ({"dilation": (3, 1)}, "triton"), ({"edge": ("wrap", "clip")}, "triton")]
+)
+def test_boxes_of_one_size_are_one_graph(rules, serving, monkeypatch):
+    # The backends of a GPU, chosen as there; "eager" computes.
+    backends = backends_for(HeadNeighbourhoods)
+    for name in ("hopper", "triton", "flex"):
+        same = {"here": lambda q, request: "", "functions": backends["eager"].functions}
+        monkeypatch.setitem(backends, name, replace(backends[name], **same))
+    monkeypatch.setattr(choice, "rule_for", lambda *_, **__: Rule(("hopper", "triton", "flex", "eager"), ""))
+    near, graphs = Neighbourhood((9, 4), 3, **rules), CompileCounterWithBackend("aot_eager")
+    q, k = torch.randn(2, 1, 36, 2, 16).bfloat16().unbind()
+
+    def call(q, k, start):
+        return neighbourhood_attention(q, k, k, near, query_box=((start, start + 2), (0, 4)))
+
+    compiled = torch.compile(call, backend=graphs, fullgraph=True, dynamic=True)
+    for start in range(2, 7):
+        rows = q[:, 4 * start : 4 * start + 8]
+        assert compiled(rows, k, start).equal(call(rows, k, start))
+        assert explain_backend(rows, k, k, near, query_box=((start, start + 2), (0, 4))).chosen == serving
+    assert graphs.frame_count == 1
 
 
 def test_unions_take_a_box():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.failures import importing
-from hilbert_lib.attention.grid_parts import on_its_keys
+from hilbert_lib.attention.grid_parts import on_its_keys, refusal_of_part
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.triton import grid_launch as plain
 from hilbert_lib.attention.triton.hopper.launch import columns_of
@@ -39,12 +39,10 @@ def refusal(q: Tensor, request: Request) -> str:
         return f"reads boxes of tokens that are stored row by row, got {request.ordering!r}"
     if request.slots is not None:
         return "reads boxes of tokens that are stored row by row, got runs of an ordering"
-    if request.part:
-        try:
-            request = on_its_keys(request)
-        except ValueError as error:
-            return f"reads no such part of a grid: {error}"
-    for n, axis in enumerate(request.neighbourhoods[0].axes):
+    axes = request.neighbourhoods[0].axes
+    if request.part and (refused := refusal_of_part(axes, request.part)):
+        return f"reads no such part of a grid: {refused}"
+    for n, axis in enumerate(axes):
         if axis.cells % axis.dilation:
             return f"serves sides that are multiples of dilation, got {axis.cells} and {axis.dilation} along axis {n}"
     return ""
