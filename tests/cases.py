@@ -96,14 +96,20 @@ def stored(x: Tensor, layout: str) -> Tensor:
 
 @cache
 def expected(
-    branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape: str, is_causal: bool, padding: str = "none"
-):
-    """Inputs of the dtype, and what the oracle makes of them in float64."""
+    branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape: str, is_causal: bool, padding: str = "none",
+    with_dlse: bool = False,
+):  # fmt: skip
+    """Inputs of the dtype, and what the oracle makes of them in float64.
+
+    with_dlse: the gradients are of `drawn_dlse` too.
+    """
     batch, length, heads, kv_heads, head_dim = SHAPES[shape]
     tensors = drawn(length, heads, kv_heads, head_dim, batch=batch, dtype=dtype)
     pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing, padding=padding)
     attend = partial(oracle.attention, pattern=pattern, is_causal=is_causal)
-    out, lse, *grads = differentiated(attend, [x.double() for x in tensors])
+    exact = [x.double() for x in tensors]
+    dlse = drawn_dlse(attend(*exact[:3])[1]) if with_dlse else None
+    out, lse, *grads = differentiated(attend, exact, dlse)
     return pattern, tensors, out, lse, grads
 
 
@@ -118,12 +124,22 @@ def drawn(
     return [torch.randn(batch, *each, head_dim, **drawing).to(dtype) for each in rows]
 
 
-def differentiated(attend: Callable, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """out and lse of an attention, and the gradients of what it takes; tensors: this and the gradient of out."""
+def differentiated(attend: Callable, tensors: Iterable[Tensor], dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+    """out and lse of an attention, and the gradients of what it takes; tensors: this and the gradient of out.
+
+    dlse: the gradient of lse, in any dtype and on any device; None for one of out alone.
+    """
     *inputs, dout = tensors
     leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = attend(*leaves)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+    results, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse)])
+    return out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, gradients)
+
+
+def drawn_dlse(lse: Tensor) -> Tensor:
+    """A gradient of lse; NaN in rows without keys, where it does not matter."""
+    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return dlse.masked_fill(lse.cpu() == -torch.inf, torch.nan)
 
 
 def _call(pattern, backend: str, **options) -> Callable:
@@ -132,16 +148,16 @@ def _call(pattern, backend: str, **options) -> Callable:
 
     def call(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
         extra_keys = dict(zip(("extra_k", "extra_v"), extra, strict=True)) if extra else {}
-        out, lse = attend(q, k, v, pattern, backend=backend, return_lse=True, **extra_keys, **options)
-        assert not lse.requires_grad
-        return out, lse
+        return attend(q, k, v, pattern, backend=backend, return_lse=True, **extra_keys, **options)
 
     return call
 
 
-def attended(tensors: Sequence[Tensor], pattern, backend: str, **options) -> tuple[Tensor, ...]:
+def attended(
+    tensors: Sequence[Tensor], pattern, backend: str, dlse: Tensor | None = None, **options
+) -> tuple[Tensor, ...]:
     """out, lse and the gradients of q, k, v and of extra keys, if any; tensors: these and the gradient of out."""
-    return differentiated(_call(pattern, backend, **options), tensors)
+    return differentiated(_call(pattern, backend, **options), tensors, dlse)
 
 
 def out_and_lse(tensors: Sequence[Tensor], pattern, backend: str, **options) -> tuple[Tensor, Tensor]:
@@ -169,7 +185,9 @@ def ends_of(lengths: Sequence[int], device: object = "cpu") -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def documents_alone(tensors: Sequence[Tensor], lengths: Sequence[int], pattern, **options) -> tuple:
+def documents_alone(
+    tensors: Sequence[Tensor], lengths: Sequence[int], pattern, dlse: Tensor | None = None, **options
+) -> tuple:
     """out, lse and gradients of packed documents, each by the oracle alone; tensors as `attended` takes them."""
 
     def attend(*leaves: Tensor) -> list[Tensor]:
@@ -177,7 +195,7 @@ def documents_alone(tensors: Sequence[Tensor], lengths: Sequence[int], pattern, 
         found = zip(*(oracle.attention(*each, pattern, **options) for each in documents), strict=True)
         return [torch.cat(parts, dim) for parts, dim in zip(found, (1, 2), strict=True)]
 
-    return differentiated(attend, [x.double() for x in tensors])
+    return differentiated(attend, [x.double() for x in tensors], dlse)
 
 
 def norms(found: Iterable[Tensor], expected: Iterable[Tensor]) -> list[float]:
@@ -211,13 +229,16 @@ def _assert_right(found: Sequence[Tensor], right: Sequence[Tensor], dtype: torch
 
 
 def check(
-    branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu", padding="none"
-) -> None:
-    pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal, padding)
+    branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu", padding="none",
+    with_dlse=False,
+) -> None:  # fmt: skip
+    case = branches, offsets, mixing, dtype, shape, is_causal, padding, with_dlse
+    pattern, (q, k, v, dout), out, lse, grads = expected(*case)
     order = ORDERINGS[ordering](k.shape[1])
     kept = [q, k, v] if order is None else [q, order.apply(k, dim=1), order.apply(v, dim=1)]
     tensors = [stored(x.to(device), layout) for x in (*kept, dout)]
-    results = list(attended(tensors, pattern, backend, is_causal=is_causal, kv_ordering=order))
+    dlse = drawn_dlse(lse) if with_dlse else None
+    results = list(attended(tensors, pattern, backend, dlse, is_causal=is_causal, kv_ordering=order))
     if order is not None:
         results[3:] = [order.undo(x, dim=1) for x in results[3:]]
     assert results[0].dtype == dtype
@@ -363,9 +384,10 @@ def grids(draw):
 
 @lru_cache(maxsize=32)
 def expected_on_grid(
-    rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int, query_box: tuple | None = None
-) -> tuple:
-    """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
+    rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int, query_box: tuple | None = None,
+    with_dlse: bool = False,
+) -> tuple:  # fmt: skip
+    """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64. with_dlse: as `expected`."""
     near = neighbourhoods(rules, heads)
     shape = shape_of(rules)
     batch, count, kv_heads = (2, 4, 2) if heads == GROUPED_WINDOWS else HEADS[heads]
@@ -382,7 +404,9 @@ def expected_on_grid(
     extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if more == "extra and padding" else None
     hidden = {"key_padding_mask": padding, "extra_padding_mask": extra_padding}
     exact = attending(near, scale=SCALE * head_dim**-0.5, query_box=query_box, **hidden)
-    out, lse, *grads = differentiated(exact, [x.double() for x in (*given, dout)])
+    tensors = [x.double() for x in (*given, dout)]
+    dlse = drawn_dlse(exact(*tensors[:-1])[1]) if with_dlse else None
+    out, lse, *grads = differentiated(exact, tensors, dlse)
     return near, given, dout, (padding, extra_padding), out, lse, grads
 
 
@@ -396,11 +420,14 @@ def box_in(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(boxes)
 
 
-def check_on_grid(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True) -> None:
+def check_on_grid(
+    rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True, with_dlse=False
+) -> None:
     """Run one case and compare it with the oracle: output, lse and gradients."""
     shape = RULES.get(rules, rules)[0]
     query_box = box_in(shape) if order == "box" else None
-    near, given, dout, masks, out, lse, grads = expected_on_grid(rules, heads, more, dtype, head_dim, query_box)
+    case = rules, heads, more, dtype, head_dim, query_box, with_dlse
+    near, given, dout, masks, out, lse, grads = expected_on_grid(*case)
     ordering = None if order == "box" else ORDERS[order](shape)
 
     def ordered(x: Tensor, dim: int = 1) -> Tensor:
@@ -418,6 +445,8 @@ def check_on_grid(rules, heads, order, more, dtype, backend, head_dim=8, device=
         tensors += given[3:]
         options["extra_padding_mask"] = None if masks[1] is None else masks[1].to(device)
     run = attended if gradients else out_and_lse
+    if with_dlse:
+        options["dlse"] = ordered(drawn_dlse(lse), dim=2)
     found = run([x.to(device) for x in (*tensors, ordered(dout))], near, backend, **options)
     assert found[0].dtype == dtype
     right = [ordered(out), ordered(lse, dim=2), *(ordered(x) for x in grads[:3]), *grads[3:]]

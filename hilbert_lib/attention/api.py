@@ -70,12 +70,14 @@ def attend(
 
     Returns:
         out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries),
-        float32 (float64 for float64), detached. With extra_q also the extra queries' own: (out, extra_out), or
-        (out, lse, extra_out, extra_lse).
+        float32 (float64 for float64), differentiable too; in rows without keys its gradient is not looked at. With
+        extra_q also the extra queries' own: (out, extra_out), or (out, lse, extra_out, extra_lse).
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; for an option that this kind of
-            pattern does not take; where an explicit backend cannot serve the call.
+            pattern does not take; where an explicit backend cannot serve the call. The backward raises where the
+            backend has no gradient of lse: "cudnn" and "flash" of the largest head_dims. With return_lse "auto" passes
+            over these.
 
     >>> x = torch.ones(1, 6, 2, 4)
     >>> attend(x, x, x, DilatedPattern((3, 6), (1, 2)), is_causal=True).shape
@@ -172,10 +174,10 @@ def dilated_attention(
 
     Returns:
         out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries),
-        float32 (float64 for float64), detached. Of standard normal q and k, lse is off by at most 4e-15 in float64 and
-        2e-6 in other dtypes, measured on CPUs and an H100. In float16 and bfloat16 on a CPU, "sdpa", which "auto"
-        takes first, is off by up to 1.2e-4: torch's kernel has a fast exponential there. A branch's weight is then off
-        by up to 6e-5, which is below the rounding of out.
+        float32 (float64 for float64), differentiable too. Of standard normal q and k, lse is off by at most 4e-15 in
+        float64 and 2e-6 in other dtypes, measured on CPUs and an H100. In float16 and bfloat16 on a CPU, "sdpa", which
+        "auto" takes first, is off by up to 1.2e-4: torch's kernel has a fast exponential there. A branch's weight is
+        then off by up to 6e-5, which is below the rounding of out.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
@@ -258,9 +260,9 @@ def neighbourhood_attention(
 
     Returns:
         out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries), float32
-        (float64 for float64), detached. With extra_q (out, extra_out), and with both (out, lse, extra_out, extra_lse),
-        where extra_out is shaped like extra_q, and extra_lse (batch, heads, extra queries). Of standard normal q and k,
-        lse is off by at most 4e-15 in float64 and 2e-6 in other dtypes, measured on CPUs and an H100.
+        (float64 for float64), differentiable too. With extra_q (out, extra_out), and with both (out, lse, extra_out,
+        extra_lse), where extra_out is shaped like extra_q, and extra_lse (batch, heads, extra queries). Of standard
+        normal q and k, lse is off by at most 4e-15 in float64 and 2e-6 in other dtypes, measured on CPUs and an H100.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
@@ -325,10 +327,9 @@ def computed(
     request = _with_seed(request, inputs.q)
 
     def choose() -> str:
-        has_ordering = kv_ordering is not None
-        return serving(
-            inputs.q, inputs.k, request, backend, gradient=needs_gradient(*inputs), has_ordering=has_ordering
-        )
+        gradient = needs_gradient(*inputs)
+        how = {"gradient": gradient, "lse_gradient": gradient and return_lse, "has_ordering": kv_ordering is not None}
+        return serving(inputs.q, inputs.k, request, backend, **how)
 
     def run(chosen: str) -> tuple[Tensor, Tensor]:
         q = inputs.q
@@ -356,7 +357,7 @@ def _returned(
     if extra_q is None:
         return (out, lse) if return_lse else out
     # Its warnings stand two functions further from the user than those of the cells.
-    extra_out, extra_lse = extra_attention(as_cast(extra_q), inputs, request, backend, level=6)
+    extra_out, extra_lse = extra_attention(as_cast(extra_q), inputs, request, backend, return_lse, level=6)
     return (out, lse, extra_out, extra_lse) if return_lse else (out, extra_out)
 
 

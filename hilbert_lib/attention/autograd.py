@@ -58,7 +58,7 @@ class Passes(NamedTuple):
     """
 
     forward: Callable  # (inputs, request) -> (out, lse)
-    backward: Callable  # (dout, inputs, out, lse, request) -> gradients
+    backward: Callable  # (dout, inputs, out, lse, dlse, request) -> gradients
     apart: Callable  # request -> (its tensors, the rest): autograd then sees it if a mask changes before the backward
     together: Callable  # (tensors, rest) -> request
 
@@ -66,7 +66,7 @@ class Passes(NamedTuple):
 # Functions of autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
 # bookkeeping in every forward as all the rest of a call.
 class Differentiable(torch.autograd.Function):
-    """(*inputs, passes, request) -> (out, lse); differentiable once, through out."""
+    """(*inputs, passes, request) -> (out, lse); differentiable once."""
 
     @staticmethod
     def forward(ctx, *args) -> tuple[Tensor, Tensor]:
@@ -75,17 +75,17 @@ class Differentiable(torch.autograd.Function):
         tensors, ctx.rest = passes.apart(request)
         ctx.passes, ctx.count = passes, len(inputs)
         ctx.save_for_backward(*inputs, out, lse, *tensors)
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
             return (None,) * (ctx.count + 2)
         saved, count = ctx.saved_tensors, ctx.count
         inputs, (out, lse), tensors = saved[:count], saved[count : count + 2], saved[count + 2 :]
-        grads = ctx.passes.backward(dout, inputs, out, lse, ctx.passes.together(tensors, ctx.rest))
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = ctx.passes.backward(dout, inputs, out, lse, dlse, ctx.passes.together(tensors, ctx.rest))
         return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), None, None
 
 
@@ -105,8 +105,8 @@ class Once(torch.autograd.Function):
 def unwatched_forward(inputs: Tensors, request: Request, served: Served, dispatched: Callable) -> tuple[Tensor, Tensor]:
     """Output and lse for tensors of which `is_watched` is False.
 
-    dispatched: (dout, inputs, out, lse, request, backend) -> gradients through torch's dispatcher, where somebody
-        watches the backward.
+    dispatched: (dout, inputs, out, lse, dlse, request, backend) -> gradients through torch's dispatcher, where
+        somebody watches the backward.
     """
     if _is_recorded(inputs):
         return Differentiable.apply(*inputs, _UNWATCHED, (request, served, dispatched))
@@ -114,12 +114,12 @@ def unwatched_forward(inputs: Tensors, request: Request, served: Served, dispatc
 
 
 def unwatched_backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request, served: Served
 ) -> tuple:
     """The gradients for tensors of which `is_watched` is False; they have no second derivative, and say so."""
-    tensors = dout, *inputs, out, lse
+    tensors = dout, *inputs, out, lse, dlse
     if not _is_recorded(tensors):
-        return run_backward(dout, inputs, out, lse, request, served)
+        return run_backward(dout, inputs, out, lse, dlse, request, served)
     count = len(inputs)
 
     def run(dout: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
@@ -128,12 +128,14 @@ def unwatched_backward(
     return Once.apply(*tensors, run, request.pattern.function)
 
 
-def _backward(dout: Tensor, inputs: tuple, out: Tensor, lse: Tensor, call: tuple) -> tuple[Tensor, ...]:
+def _backward(
+    dout: Tensor, inputs: tuple, out: Tensor, lse: Tensor, dlse: Tensor | None, call: tuple
+) -> tuple[Tensor, ...]:
     request, served, dispatched = call
     inputs = Tensors(*inputs)
-    if is_watched((dout, *inputs, out, lse, *tensors_of(request))):
-        return dispatched(dout, inputs, out, lse, request, served.name)
-    return unwatched_backward(dout, inputs, out, lse, request, served)
+    if is_watched((dout, *inputs, out, lse, dlse, *tensors_of(request))):
+        return dispatched(dout, inputs, out, lse, dlse, request, served.name)
+    return unwatched_backward(dout, inputs, out, lse, dlse, request, served)
 
 
 def _forward(inputs: list, call: tuple) -> tuple[Tensor, Tensor]:
@@ -202,40 +204,53 @@ def _forward_of_one(served: Served, inputs: Tensors, request: Request) -> tuple[
 
 
 def run_backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, served: Served
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request, served: Served
 ) -> tuple[Tensor, ...]:
-    """The gradient of each tensor of `inputs`, without elements where it is None."""
+    """The gradient of each tensor of `inputs`, without elements where it is None.
+
+    dlse: the gradient of lse, or None where it has none; what it is in rows without keys never matters.
+    """
     if not (inputs.q.numel() and inputs.k.numel()):
         return tuple(x.zero_() for x in empty_gradients(dout, inputs, request.part))
+    if dlse is not None:
+        _check_lse_gradient(inputs.q, request, served.name)
+        dlse = dlse.masked_fill(lse == -torch.inf, 0.0).contiguous()
     if _has_zero_keys(request.pattern):
         request = replace(request, is_part=True)  # out and lse hold zero keys too
     try:
         with torch.cuda.device_of(dout), _without_autocast(dout.device):
             if request.cu_seqlens is None or served.reads_documents:
-                return _backward_of_one(served, dout, inputs, out, lse, request)
-            return _backward_of_each(served, dout, inputs, out, lse, request)
+                return _backward_of_one(served, dout, inputs, out, lse, dlse, request)
+            return _backward_of_each(served, dout, inputs, out, lse, dlse, request)
     except failures.KernelError as error:
         failures.remember(error, request.pattern.function, served.name, dout)
         raise
 
 
+def _check_lse_gradient(q: Tensor, request: Request, name: str) -> None:
+    # A forward does not say whether lse will be differentiated.
+    if refused := backends_for(request.pattern)[name].lse_refusal(q, request):
+        raise ValueError(f"backend={name!r} {refused}; with return_lse 'auto' passes over it")
+
+
 def _backward_of_each(
-    served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request
+    served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request
 ) -> tuple[Tensor, ...]:
     grads = empty_gradients(dout, inputs, request.part)
     for rows, document in documents(request, inputs.q, inputs.k.shape[2]):
         document_inputs = Tensors(*(x[:, rows] for x in inputs[:3]))
-        document_lse = lse[:, :, rows].contiguous()
-        document_grads = _backward_of_one(served, dout[:, rows], document_inputs, out[:, rows], document_lse, document)
+        own_lse, own_dlse = (x if x is None else x[:, :, rows].contiguous() for x in (lse, dlse))
+        results = out[:, rows], own_lse, own_dlse
+        document_grads = _backward_of_one(served, dout[:, rows], document_inputs, *results, document)
         for grad, part in zip(grads[:3], document_grads[:3], strict=True):
             grad[:, rows] = part
     return grads
 
 
 def _backward_of_one(
-    served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request
+    served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request
 ) -> tuple[Tensor, ...]:
-    results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request)
+    results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)
     grads = [dout.new_empty(0) if x is None else x.contiguous() for x in results]
     return *grads, *(dout.new_empty(0) for _ in range(len(inputs) - len(grads)))
 

@@ -97,27 +97,37 @@ def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
     return HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
 
 
-def choose(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, through_table: bool = False) -> str:
+def choose(
+    q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, lse_gradient: bool = False,
+    through_table: bool = False,
+) -> str:  # fmt: skip
     """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first.
 
-    through_table: as for `rule_for`.
+    lse_gradient: whether the backward may be given the gradient of lse. through_table: as for `rule_for`.
     """
     asked = (name,)
     if name == "auto":
         rule = rule_for(q, call, gradient=gradient, through_table=through_table)
         asked = compiling(call.pattern.function, rule.order, q)
+        if lse_gradient:
+            backends = backends_for(call.pattern)
+            asked = tuple(each for each in asked if not backends[each].lse_refusal(q, call))
     return first_that_serves(q, k, call, asked)
 
 
-def serving(q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, has_ordering: bool = False) -> str:
+def serving(
+    q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, lse_gradient: bool = False,
+    has_ordering: bool = False,
+) -> str:  # fmt: skip
     """`choose`; ValueError, with the reasons, where no backend can serve.
 
     has_ordering: whether k and v of a sequence are stored in another order.
     """
     through_table = has_ordering and _is_through_table(name, q, call)
-    chosen = choose(q, k, call, name, gradient=gradient, through_table=through_table)
+    gradients = {"gradient": gradient, "lse_gradient": lse_gradient}
+    chosen = choose(q, k, call, name, **gradients, through_table=through_table)
     if not chosen:
-        reasons = explain(q, k, call, name, gradient=gradient, has_ordering=has_ordering).reasons
+        reasons = explain(q, k, call, name, **gradients, has_ordering=has_ordering).reasons
         told = reasons.get(name) or ", ".join(f"{each} {reason}" for each, reason in reasons.items())
         raise ValueError(f"backend={name!r} {told}; see explain_backend")
     return chosen
@@ -151,18 +161,20 @@ def first_that_serves(q: Tensor, k: Tensor, call: Request, names: Sequence[str])
 
 
 def explain(
-    q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, has_ordering: bool = False
-) -> Explanation:
+    q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, lse_gradient: bool = False,
+    has_ordering: bool = False,
+) -> Explanation:  # fmt: skip
     """What `choose` takes, and why not the others.
 
     has_ordering: whether k and v of a sequence are stored in another order.
     """
     through_table = has_ordering and _is_through_table(name, q, call)
     how = {"gradient": gradient, "through_table": through_table}
-    chosen, rule = choose(q, k, call, name, **how), rule_for(q, call, **how)
+    chosen, rule = choose(q, k, call, name, lse_gradient=lse_gradient, **how), rule_for(q, call, **how)
     reasons = {}
     for candidate, backend in backends_for(call.pattern).items():
-        reasons[candidate] = _reason(backend, q, k, call, name, chosen, rule)
+        lacking = backend.lse_refusal(q, call) if lse_gradient else ""
+        reasons[candidate] = _reason(backend, q, k, call, name, chosen, rule, lacking)
     if call.pattern.length is None:
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
@@ -170,12 +182,14 @@ def explain(
     return Explanation(chosen, reasons, rule.record)
 
 
-def _reason(backend: Backend, q: Tensor, k: Tensor, call: Request, asked: str, chosen: str, rule: Rule) -> str:
-    # Say why a backend was chosen, or why it was not.
+def _reason(
+    backend: Backend, q: Tensor, k: Tensor, call: Request, asked: str, chosen: str, rule: Rule, lacking: str
+) -> str:
+    # Say why a backend was chosen, or why it was not. lacking: why it has no gradient of lse.
     refusal = backend.refusal(q, call, k)
     looped = LOOPED if call.cu_seqlens is not None and not backend.reads_documents else ""
     failed = failure(call.pattern.function, backend.name, q)
-    more = "".join(f"; {caveat}" for caveat in (failed, backend.caveat, looped) if caveat)
+    more = "".join(f"; {caveat}" for caveat in (failed, backend.caveat, looped, lacking) if caveat)
     if backend.package and not refusal:
         more += f" ({presence.state(backend.package)})"
     if backend.name == chosen:
@@ -184,7 +198,7 @@ def _reason(backend: Backend, q: Tensor, k: Tensor, call: Request, asked: str, c
         return refusal if refusal.startswith(presence.ABSENT) else f"cannot serve: {refusal}"
     if asked != "auto":
         return f"not asked for: {asked!r} was"
-    if failed:
-        return f"passed over: {failed}"
+    if failed or lacking:
+        return f"passed over: {failed or lacking}"
     passed_over = f"after {chosen!r}" if backend.name in rule.order else "when asked for by name"
     return f"can serve, {passed_over}{more}"

@@ -36,17 +36,21 @@ def explain_backend(
     """
     known_by(api.attend, options, called="explain_backend")
     inputs, request = validated(q, k, v, as_pattern(pattern), backend=backend, **options)
-    has_ordering = options.get("kv_ordering") is not None
     gradient = needs_gradient(*inputs)
-    found = explain(inputs.q, inputs.k, request, backend, gradient=gradient, has_ordering=has_ordering)
+    lse_gradient = gradient and options.get("return_lse", False)
+    has_ordering = options.get("kv_ordering") is not None
+    how = {"gradient": gradient, "lse_gradient": lse_gradient}
+    found = explain(inputs.q, inputs.k, request, backend, has_ordering=has_ordering, **how)
     if options.get("extra_q") is None:
         return found
-    return _with_extra_queries(found, backend, *joint_call(as_cast(options["extra_q"]), inputs, request))
+    return _with_extra_queries(found, backend, how, *joint_call(as_cast(options["extra_q"]), inputs, request))
 
 
-def _with_extra_queries(found: Explanation, backend: str, inputs: Tensors, request: Request) -> Explanation:
-    # inputs, request: of the extra queries.
-    chosen = choose(inputs.q, inputs.k, request, backend, gradient=needs_gradient(*inputs))
+def _with_extra_queries(
+    found: Explanation, backend: str, how: dict[str, bool], inputs: Tensors, request: Request
+) -> Explanation:
+    # inputs, request: of the extra queries. how: which gradients there are.
+    chosen = choose(inputs.q, inputs.k, request, backend, **how)
     reasons = dict(found.reasons)
     for name, reason in found.reasons.items():
         if name == backend or reason.startswith("can serve"):

@@ -29,7 +29,7 @@ def count_flop(forward: Callable, backward: Callable, inputs: int, elements: Cal
 
         @counter.register_flop_formula(backward, get_raw=True)
         def backward_flop(_dout, *arguments, out_val=None) -> int:
-            return FLOP_BACKWARD * elements(shapes(arguments), arguments[inputs + 2 :])  # without out and lse
+            return FLOP_BACKWARD * elements(shapes(arguments), arguments[inputs + 3 :])  # without out, lse and dlse
 
     _FORMULAS.append(register)
     if COUNTER in sys.modules:

@@ -13,18 +13,19 @@ from hilbert_lib.patterns.all_pairs import AllPairs
 
 
 def extra_attention(
-    extra_q: Tensor, inputs: Tensors, request: Request, backend: str, level: int
+    extra_q: Tensor, inputs: Tensors, request: Request, backend: str, return_lse: bool, level: int
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, extra, heads, head_dim) and lse (batch, heads, extra) of extra queries.
 
-    extra_q: as autocast casts it. inputs, request: those of the cells. backend: as the user named it. level: as in
-        `first_that_compiles`.
+    extra_q: as autocast casts it. inputs, request: those of the cells. backend, return_lse: as the user gave them.
+    level: as in `first_that_compiles`.
     """
     inputs, request = joint_call(extra_q, inputs, request)
     gradient = needs_gradient(*inputs)
 
     def chosen() -> str:
-        name = choose(inputs.q, inputs.k, request, backend, gradient=gradient)
+        how = {"gradient": gradient, "lse_gradient": gradient and return_lse}
+        name = choose(inputs.q, inputs.k, request, backend, **how)
         if not name:
             raise ValueError(f"backend={backend!r} {joint_refusal(inputs, request, backend)}; see explain_backend")
         return name

@@ -48,7 +48,7 @@ _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields
 
 
 def attention(inputs: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
-    """Output and lse of attention by one backend, both contiguous; differentiable once, through out.
+    """Output and lse of attention by one backend, both contiguous; differentiable once.
 
     Outside compile, tracing and torch modes it skips torch's dispatcher.
     """
@@ -58,20 +58,29 @@ def attention(inputs: Tensors, request: Request, backend: str) -> tuple[Tensor, 
 
 
 def attention_backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str
+    dout: Tensor,
+    inputs: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    request: Request,
+    backend: str,
+    dlse: Tensor | None = None,
 ) -> Tensors:
-    """Gradients of `attention` from the merged out and lse, which may hold more than this call."""
-    if is_watched((dout, *inputs, out, lse, *tensors_of(request))):
-        return Tensors(*dispatched_backward(dout, inputs, out, lse, request, backend))
+    """Gradients of `attention` from the merged out and lse, which may hold more than this call.
+
+    dlse: the gradient of the merged lse, if it has one.
+    """
+    if is_watched((dout, *inputs, out, lse, dlse, *tensors_of(request))):
+        return Tensors(*dispatched_backward(dout, inputs, out, lse, dlse, request, backend))
     served = served_by(backend, request.pattern, dout)
-    return Tensors(*unwatched_backward(dout, inputs, out, lse, request, served))
+    return Tensors(*unwatched_backward(dout, inputs, out, lse, dlse, request, served))
 
 
 def dispatched_backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request, backend: str
 ) -> tuple[Tensor, ...]:
     """Gradients of `attention` through torch's dispatcher."""
-    return _OPERATORS.attention_backward(dout, *inputs, out, lse, *_arguments(request), backend)
+    return _OPERATORS.attention_backward(dout, *inputs, out, lse, dlse, *_arguments(request), backend)
 
 
 def _arguments(request: Request) -> tuple:
@@ -164,7 +173,7 @@ def _fake_forward(q: Tensor, *_rest) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
-    return empty_gradients(dout, args[:_INPUTS], args[_INPUTS + 2 + _PART])
+    return empty_gradients(dout, args[:_INPUTS], args[_INPUTS + 3 + _PART])
 
 
 def _function_of_request(arguments: tuple) -> str:
@@ -178,9 +187,9 @@ def _forward_operator(*args) -> tuple[Tensor, Tensor]:
 
 
 def _backward_operator(dout: Tensor, *args) -> tuple[Tensor, ...]:
-    inputs, (out, lse) = Tensors(*args[:_INPUTS]), args[_INPUTS : _INPUTS + 2]
-    request = _request(*args[_INPUTS + 2 : -1])
-    return run_backward(dout, inputs, out, lse, request, served_by(args[-1], request.pattern, dout))
+    inputs, (out, lse, dlse) = Tensors(*args[:_INPUTS]), args[_INPUTS : _INPUTS + 3]
+    request = _request(*args[_INPUTS + 3 : -1])
+    return run_backward(dout, inputs, out, lse, dlse, request, served_by(args[-1], request.pattern, dout))
 
 
 _PART = _FIELDS.index("part") + 1  # among the arguments of a request, of which the pattern is two

@@ -32,19 +32,21 @@ def register(
             no elements.
         request: the schema of all other arguments.
         forward: (*inputs, *request) -> (out, lse).
-        backward: (dout, *inputs, out, lse, *request) -> gradients.
+        backward: (dout, *inputs, out, lse, dlse, *request) -> gradients; dlse may be None.
         fakes: both on tensors without data.
     """
     schema = ", ".join(inputs)
     grads = ", ".join(f"Tensor {x}" for x in inputs.values())
     LIBRARY.define(f"{name}({schema}, {request}) -> (Tensor out, Tensor lse)")
-    LIBRARY.define(f"{name}_backward(Tensor dout, {schema}, Tensor out, Tensor lse, {request}) -> ({grads})")
+    results = "Tensor out, Tensor lse, Tensor? dlse"
+    LIBRARY.define(f"{name}_backward(Tensor dout, {schema}, {results}, {request}) -> ({grads})")
     operator, gradient = (getattr(torch.ops.hilbert_lib, full_name) for full_name in (name, f"{name}_backward"))
     masks = [n for n, field in enumerate(request.split(", ")) if field.startswith("Tensor")]
     count = len(inputs)
+    backward_count = count + 4  # dout, out, lse and dlse too
     passes = Passes(
         lambda tensors, request: run_below_autograd(operator, *tensors, *request),
-        lambda dout, tensors, out, lse, request: gradient(dout, *tensors, out, lse, *request),
+        lambda dout, tensors, out, lse, dlse, request: gradient(dout, *tensors, out, lse, dlse, *request),
         partial(_without_masks, masks),
         partial(_with_masks, masks),
     )
@@ -53,10 +55,10 @@ def register(
         return Differentiable.apply(*args[:count], passes, args[count:])
 
     def once(*args) -> tuple[Tensor, ...]:
-        tensors, rest = args[: count + 3], args[count + 3 :]
+        tensors, rest = args[:backward_count], args[backward_count:]
         return Once.apply(*tensors, lambda *tensors: run_below_autograd(gradient, *tensors, *rest), function_of(rest))
 
-    both = (name, forward, differentiable, count), (f"{name}_backward", backward, once, count + 3)
+    both = (name, forward, differentiable, count), (f"{name}_backward", backward, once, backward_count)
     for (full_name, run, by_autograd, tensor_count), fake in zip(both, fakes, strict=True):
         LIBRARY.impl(full_name, run, "CompositeExplicitAutograd")
         LIBRARY.impl(full_name, _refusing_derivatives(function_of, by_autograd, tensor_count), "Autograd")

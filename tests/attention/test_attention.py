@@ -24,11 +24,13 @@ from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 CPU_BACKENDS = ("reference", "eager", "sdpa", "auto")
 AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, ORDERINGS, CPU_BACKENDS, TOLERANCE, SHAPES, LAYOUTS, [False, True])
+WITH_DLSE = [False, True]
 
 
-@in_pairs(AXES, 6)
+@in_pairs((*AXES, WITH_DLSE), 6)
 def test_output_lse_and_gradients_equal_the_oracle(case):
-    check(*case)
+    *rest, with_dlse = case
+    check(*rest, with_dlse=with_dlse)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

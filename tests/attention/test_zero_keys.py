@@ -18,13 +18,14 @@ from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 CPU_BACKENDS = ("reference", "eager", "sdpa", "auto")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+BOTH = [False, True], [False, True]
 PADDED = DilatedPattern((6, 12, 24), (1, 4, 5), padding="zeros")  # rates that do not divide, and tails of 31
 
 
-@in_pairs((BRANCHES, OFFSET_RULES, MIXING_RULES, ["none", "random"], CPU_BACKENDS, DTYPES, SHAPES, [False, True]), 6)
+@in_pairs((BRANCHES, OFFSET_RULES, MIXING_RULES, ["none", "random"], CPU_BACKENDS, DTYPES, SHAPES, *BOTH), 6)
 def test_output_lse_and_gradients_equal_the_oracle_with_keys_of_zeros(case):
-    *rest, is_causal = case
-    check(*rest, "bshd", is_causal, padding="zeros")
+    *rest, is_causal, with_dlse = case
+    check(*rest, "bshd", is_causal, padding="zeros", with_dlse=with_dlse)
 
 
 @pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")

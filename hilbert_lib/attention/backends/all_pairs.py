@@ -70,6 +70,7 @@ def by_one_segment(backend: Backend) -> Backend:
         limits=limits,
         of_keys=of_keys,
         caveat=backend.caveat,
+        lse_columns=backend.lse_columns,
     )
 
 
@@ -102,11 +103,14 @@ def _forward(backend: Backend, inputs: Tensors, request: Request) -> tuple[Tenso
     return results[0] if len(results) == 1 else merge_patterns(results, inputs.q.dtype)
 
 
-def _backward(backend: Backend, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def _backward(
+    backend: Backend, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None = None,
+) -> Tensors:  # fmt: skip
     q_dtype = inputs.q.dtype
     dq, grads = None, []
     for part, keys in zip(_parts(backend, inputs, request), inputs[1::2], strict=False):
-        part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request)
+        part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request, dlse=dlse)
         dq = part_dq if dq is None else dq.to(WORKING_DTYPE[q_dtype]) + part_dq
         grads += [x[:, : keys.shape[1]] for x in (dk, dv)]
     extra = [] if inputs.extra_k is None else [torch.zeros_like(x) for x in inputs[len(grads) + 1 :]]

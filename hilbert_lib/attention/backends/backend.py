@@ -15,7 +15,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.pattern import Pattern
 
 Forward = Callable[[Tensors, Request], tuple[Tensor, Tensor]]  # out and lse
-Backward = Callable[[Tensor, Tensors, Tensor, Tensor, Request], tuple[Tensor, ...]]  # of dout, ..., out and lse
+Backward = Callable[..., tuple[Tensor, ...]]  # of dout, ..., out, lse, ..., and dlse= where lse has a gradient
 # Bytes by name that a direction holds beside inputs and results. Arguments: those of its function before the call, the
 # call, the direction, the device, the bytes of its results.
 Workspace = Callable[[tuple, object, str, torch.device, int], dict[str, int] | None]
@@ -68,6 +68,7 @@ class Backend:
     caveat: str = ""  # what it lacks that the reference has
     workspace: Workspace | None = None  # it, or what it returns, is None where memory is found on meta tensors
     options: tuple[str, ...] = ()  # later ones of a call that it serves
+    lse_columns: int = 0  # that the gradient of lse adds to head_dim
 
     def refusal(self, q: Tensor, call: Request, k: Tensor | None = None) -> str:
         """Why it cannot serve a call, or "" where it can. k: may be left out where it has the shape of q."""
@@ -84,6 +85,14 @@ class Backend:
             return absent
         refused = self.here(q, call) or self.limits(q, call)
         return refused or (presence.breakage(self.package) if self.package else "")
+
+    def lse_refusal(self, q: Tensor, call: Request) -> str:
+        """Why it has no gradient of lse for a call that it serves, or ""."""
+        if not self.lse_columns:
+            return ""
+        wide = q.new_empty(()).expand(*q.shape[:-1], q.shape[-1] + self.lse_columns)
+        refused = self.refusal_whatever_the_keys(wide, call)
+        return refused and f"has no gradient of lse: with the {self.lse_columns} columns that it takes, {refused}"
 
     def refusal_of_sizes(self, q: Tensor, k: Tensor, call: Request) -> str:
         """The part of `refusal` that does not hang on the machine."""

@@ -227,10 +227,12 @@ def _eager_forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     return strided.forward(inputs, call, Eager)
 
 
-def _eager_backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request) -> tuple[Tensor, ...]:
+def _eager_backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, dlse: Tensor | None = None
+) -> tuple[Tensor, ...]:
     if has_starts(call):
-        return reference.backward_by_rows(dout, inputs, out, lse, call)
-    return strided.backward(dout, inputs, out, lse, call, Eager)
+        return reference.backward_by_rows(dout, inputs, out, lse, call, dlse)
+    return strided.backward(dout, inputs, out, lse, call, Eager, dlse)
 
 
 # The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/limits/test_estimate.py holds

@@ -26,7 +26,9 @@ from hilbert_lib.patterns.pattern import Pattern
 COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
 
 
-def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward(
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
     """Gradients of q, k, v and of the extra keys; on CUDA alone."""
     # The operator that calls this runs below autograd, which has to record the forward here.
     with torch.inference_mode(False):
@@ -34,7 +36,9 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
         results = attend(Tensors(*leaves), request)
         if request.is_part:
             with torch.no_grad():
-                gradients = gradients_of_part(dout, out, lse, *results)
+                gradients = gradients_of_part(dout, out, lse, *results, dlse)
+        elif dlse is not None:
+            gradients = dout, dlse
         else:
             results, gradients = results[:1], (dout,)
         grads = torch.autograd.grad(results, leaves, gradients, allow_unused=True)
@@ -42,15 +46,18 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
 
 
 def gradients_of_part(
-    dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor
+    dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a part's own out and lse, of the gradient of the merged out."""
+    """The gradients of a part's own out and lse, of the gradients of the merged ones."""
     # out = sum of w own_out over the parts, w = exp(own_lse - lse). So own_out has the gradient w dout, and own_lse the
-    # gradient w rowsum(dout * (own_out - out)).
+    # gradient w (rowsum(dout * (own_out - out)) + dlse).
     nothing = own_lse == -torch.inf  # -inf minus -inf is NaN
-    weighted = (own_lse - lse).exp().masked_fill(nothing, 0.0).transpose(1, 2)[..., None] * dout
-    towards = (weighted * (own_out.to(lse.dtype) - out)).sum(-1)
-    return weighted.to(own_out.dtype), towards.transpose(1, 2)
+    weights = (own_lse - lse).exp().masked_fill(nothing, 0.0)
+    weighted = weights.transpose(1, 2)[..., None] * dout
+    towards = (weighted * (own_out.to(lse.dtype) - out)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        towards = towards + weights * dlse
+    return weighted.to(own_out.dtype), towards
 
 
 def attend(

@@ -23,10 +23,11 @@ from hilbert_lib.patterns.union import Union
 BackendsFor = Callable[[Pattern], dict[str, Backend]]
 
 
-def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
+def part_by_part(name: str, backends_for: BackendsFor, caveat: str, lse_columns: int) -> Backend:
     """The backend of that name for unions: it serves where it serves every part.
 
-    backends_for: the backends that serve a pattern, by name. caveat: what they lack under this name.
+    backends_for: the backends that serve a pattern, by name. caveat: what they lack under this name. lse_columns: the
+        most that one of them adds.
     """
 
     def refusal(q: Tensor, request: Request) -> str:
@@ -58,6 +59,7 @@ def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
         caveat=caveat,
         workspace=partial(_workspace, name, backends_for),
         options=("part", *STARTS),
+        lse_columns=lse_columns,
     )
 
 
@@ -126,12 +128,13 @@ def _forward(name: str, backends_for: BackendsFor, inputs: Tensors, request: Req
 
 
 def _backward(
-    name: str, backends_for: BackendsFor, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request
-) -> Tensors:
+    name: str, backends_for: BackendsFor, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None = None,
+) -> Tensors:  # fmt: skip
     def gradients() -> Iterator[Tensors]:
         for part_inputs, part in _parts(inputs, request):
             _, run = backends_for(part.pattern)[name].functions(dout.device)
-            yield run(dout, part_inputs, out, lse, part)
+            yield run(dout, part_inputs, out, lse, part, dlse=dlse)
 
     in_float = (1, 2) if request.part and request.part.in_float else ()
     return add_patterns(gradients(), inputs, in_float)

@@ -33,9 +33,11 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return _forward(inputs, request, [slice(0, inputs.q.shape[1])], _weighted_sum)
 
 
-def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
-    """Gradients: dS = P * (dP - delta), delta = rowsum(dout * out), summed over the parts."""
-    return _backward(dout, inputs, out, lse, request, [slice(0, inputs.q.shape[1])])
+def backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
+    """Gradients: dS = P * (dP - delta), delta = rowsum(dout * out) - dlse, summed over the parts."""
+    return _backward(dout, inputs, out, lse, dlse, request, [slice(0, inputs.q.shape[1])])
 
 
 def forward_by_rows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -44,9 +46,11 @@ def forward_by_rows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return _forward(inputs, request, _row_chunks(inputs), weighted_sum)
 
 
-def backward_by_rows(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward_by_rows(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
     """`backward`, some rows of q at a time."""
-    return _backward(dout, inputs, out, lse, request, _row_chunks(inputs))
+    return _backward(dout, inputs, out, lse, dlse, request, _row_chunks(inputs))
 
 
 def _row_chunks(inputs: Tensors) -> list[slice]:
@@ -75,7 +79,7 @@ def _forward(inputs: Tensors, request: Request, chunks: list[slice], weighted_su
 
 
 def _backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, chunks: list[slice]
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request, chunks: list[slice]
 ) -> Tensors:
     dtype = WORKING_DTYPE[dout.dtype]
     grads = Tensors(*(None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs))
@@ -85,6 +89,8 @@ def _backward(
             own_dout = dout[:, rows, head.heads].to(dtype)
             delta = (own_dout * out[:, rows, head.heads].to(dtype)).sum(-1).transpose(1, 2)  # (batch, group, queries)
             own_lse = lse[:, head.heads, rows]
+            if dlse is not None:
+                delta = delta - dlse[:, head.heads, rows]
             scores = torch.einsum("bqhd,bkd->bhqk", head.q, head.k) * request.scale
             dscores, dv = 0.0, 0.0
             for mask, factor in zip(head.masks, head.dropout_factors, strict=True):

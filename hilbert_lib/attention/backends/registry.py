@@ -42,7 +42,11 @@ def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
 
 
 def _serving_unions() -> dict[str, Backend]:
-    by_parts = {name: part_by_part(name, backends_for, _caveats(name)) for name in NAMES if name != "reference"}
+    by_parts = {
+        name: part_by_part(name, backends_for, _caveats(name), _lse_columns(name))
+        for name in NAMES
+        if name != "reference"
+    }
     return {**by_parts, "reference": _serving(Union)["reference"]}
 
 
@@ -57,6 +61,10 @@ def _serving_all_pairs() -> dict[str, Backend]:
 def _caveats(name: str) -> str:
     # The caveats of all backends of that name.
     return "; ".join(dict.fromkeys(backend.caveat for backend in _EVERY if backend.name == name and backend.caveat))
+
+
+def _lse_columns(name: str) -> int:
+    return max(backend.lse_columns for backend in _EVERY if backend.name == name)
 
 
 _BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)}

@@ -7,12 +7,14 @@ way with fewer views is taken: 16 heads at rate 16 are one view. Dense kernels t
 segments are folded into one where the strides allow it; otherwise the shorter of batch and heads is looped over.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hilbert_lib.attention.backends.backend import MOST_SEQUENCES
 from hilbert_lib.attention.backends.kernel import Eager, Kernel, Problem
@@ -21,6 +23,9 @@ from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, StridedRows, Tensors
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
+
+# Columns that the gradient of lse adds to head_dim: kernels for GPUs take multiples of 8. Some hold the digits of dlse.
+LSE_COLUMNS, LSE_PARTS = 8, 3
 
 
 def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
@@ -46,32 +51,59 @@ def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Ten
 
 
 def backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, kernel: Kernel
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, kernel: Kernel, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
     q, k, v, *_ = inputs
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
-    query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
+    query_side = [q, dout, out, *(x.transpose(1, 2).contiguous()[..., None] for x in (lse, dlse) if x is not None)]
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import sum_parts
 
         parts = [], [], []
         for step in steps(call, query_side, [k, v]):
-            dq, dk, dv = (x.to(q.dtype) for x in _gradients(kernel, step))
+            dq, dk, dv = (x.to(q.dtype) for x in _gradients(kernel, step, dlse is not None))
             step_parts = step.query_part(dq), step.key_part(dk), step.key_part(dv)
             for grad_parts, part in zip(parts, step_parts, strict=True):
                 grad_parts.append(part)
         return tuple(sum_parts(grad_parts, x) for grad_parts, x in zip(parts, (q, k, v), strict=True))
     dq, dk, dv = (torch.zeros(x.shape, dtype=WORKING_DTYPE[x.dtype], device=x.device) for x in (q, k, v))
     for step in steps(call, [*query_side, dq], [k, v, dk, dv]):
-        for total, part in zip((step.queries[4], *step.keys[2:]), _gradients(kernel, step), strict=True):
+        for total, part in zip(
+            (step.queries[-1], *step.keys[2:]), _gradients(kernel, step, dlse is not None), strict=True
+        ):
             total += part
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _gradients(kernel: Kernel, step: "Step") -> tuple[Tensor, Tensor, Tensor]:
-    q, dout, out, lse = step.queries[:4]
-    return kernel.backward(dout, q, *step.keys[:2], out, lse[..., 0], step.problem)
+def _gradients(kernel: Kernel, step: "Step", with_dlse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, dout, out, lse, *rest = step.queries
+    k, v, *_ = step.keys
+    if not with_dlse:
+        return kernel.backward(dout, q, k, v, out, lse[..., 0], step.problem)
+    dlse, head_dim = rest[0], q.shape[-1]
+    q, k, v = (pad(x, (0, LSE_COLUMNS)) for x in (q, k, v))
+    dout, out = (torch.cat(columns, -1) for columns in zip((dout, out), _columns(dlse, out.dtype), strict=True))
+    grads = kernel.backward(dout, q, k, v, out, lse[..., 0], step.problem)
+    return tuple(grad[..., :head_dim] for grad in grads)
+
+
+def _columns(dlse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Columns of dout and of out (..., LSE_COLUMNS) that subtract dlse (..., 1) from rowsum(dout * out).
+
+    Kernels reckon this sum themselves. Beside columns of 0 in q, k and v these change nothing else.
+    """
+    # Of dout a power of two, so that half precision has the range, and of out what is left of dlse, in as many columns
+    # as hold its digits.
+    exponents = [math.frexp(x)[1] for x in (torch.finfo(dtype).tiny, torch.finfo(dtype).max)]
+    least, most = max(exponents[0], -125), min(exponents[1] - 1, 127)  # `ldexp` has float32's range
+    power = torch.ldexp(torch.ones_like(dlse), torch.frexp(dlse).exponent.clamp(least, most))
+    left, parts = -dlse / power, []
+    for _ in range(LSE_PARTS):
+        parts.append(left.to(dtype))
+        left = left - parts[-1]
+    out = pad(torch.cat(parts, -1), (0, LSE_COLUMNS - LSE_PARTS))
+    return power.to(dtype).expand_as(out), out
 
 
 def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
@@ -284,7 +316,11 @@ def over_views(
     kernels = (kernel, on_cuda or kernel)
     pairs = [(partial(forward, kernel=dense), partial(backward, kernel=dense)) for dense in kernels]
     workspace = partial(_workspace, sizes=sizes) if sizes else None
-    return {"functions": lambda device: pairs[device.type == "cuda"], "workspace": workspace}
+    return {
+        "functions": lambda device: pairs[device.type == "cuda"],
+        "workspace": workspace,
+        "lse_columns": LSE_COLUMNS,
+    }
 
 
 def _workspace(

@@ -53,10 +53,14 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return out[:, :seq].contiguous(), lse[:, :seq].transpose(1, 2).contiguous()
 
 
-def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse."""
     dtype = WORKING_DTYPE[dout.dtype]
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.transpose(1, 2)[..., None]
     rows = Tensors(*(x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=dtype) for x in inputs))
     for near, kv_heads in request.heads_by_window.items():
         window_inputs, which = _of_heads(inputs, kv_heads)
@@ -180,9 +184,11 @@ def _forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return reference.forward_by_rows(inputs, request) if has_starts(request) else forward(inputs, request)
 
 
-def _backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def _backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
     run = reference.backward_by_rows if has_starts(request) else backward
-    return run(dout, inputs, out, lse, request)
+    return run(dout, inputs, out, lse, request, dlse)
 
 
 BACKENDS = (

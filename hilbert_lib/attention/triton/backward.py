@@ -1,6 +1,6 @@
 """Gradients without atomics, the same bits every time.
 
-delta = rowsum(dout * out); dq comes from tiles of queries, dk and dv from tiles of keys.
+delta = rowsum(dout * out) - dlse; dq comes from tiles of queries, dk and dv from tiles of keys.
 """
 
 import triton
@@ -11,10 +11,13 @@ from hilbert_lib.attention.triton import geometry
 
 @triton.jit(do_not_specialize=["rows", "queries", "heads"])
 def delta_kernel(
-    out, dout, delta, stride_db, stride_dn, stride_dh, rows, queries, heads,
+    out, dout, dlse, delta, stride_db, stride_dn, stride_dh, rows, queries, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta (batch, heads, queries) of dense out and strided dout. A row is one (sequence, query, head)."""
+    """delta (batch, heads, queries) of dense out and strided dout. A row is one (sequence, query, head).
+
+    dlse lies like delta, or is None.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     exists = row < rows  # [BLOCK_M]
@@ -25,7 +28,11 @@ def delta_kernel(
     o = o.to(tl.float32)  # [BLOCK_M, BLOCK_D]
     d_offsets = b * stride_db + t * stride_dn + h * stride_dh  # [BLOCK_M]
     do = tl.load(dout + d_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
-    tl.store(delta + (b * heads + h) * queries + t, tl.sum(o * do, 1), mask=exists)
+    scalars = (b * heads + h) * queries + t  # [BLOCK_M]
+    delta_ptrs, products = delta + scalars, tl.sum(o * do, 1)  # [BLOCK_M] each
+    if dlse is not None:
+        products -= tl.load(dlse + scalars, mask=exists, other=0.0)
+    tl.store(delta_ptrs, products, mask=exists)
 
 
 @triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)

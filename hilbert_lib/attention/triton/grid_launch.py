@@ -34,7 +34,9 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
     in_float = request.part is not None and request.part.in_float
     dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(inputs)]
@@ -45,7 +47,7 @@ def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: R
 
     def starts() -> list[Start]:
         launches = [
-            delta_of(dout, out, delta),
+            delta_of(dout, out, dlse, delta),
             of_queries(inputs, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
             of_keys(dout, inputs, lse, delta, request, grads, extra=False),
         ]
@@ -53,7 +55,7 @@ def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: R
             launches.append(of_keys(dout, inputs, lse, delta, request, grads, extra=True))
         return launches
 
-    tensors = (*inputs, dout, out, lse, *tensors_of(request, out.device))
+    tensors = (*inputs, dout, out, lse, dlse, *tensors_of(request, out.device))
     start(starts, tensors, "grid backward", *request.options, made=(delta, *grads))
     return grads
 
@@ -62,13 +64,13 @@ def _by_row(q: Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
 
-def delta_of(dout: Tensor, out: Tensor, delta: Tensor) -> Start:
-    """The launch that computes delta, the sum of dout * out over head_dim, which every gradient needs."""
+def delta_of(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor) -> Start:
+    """The launch that computes delta, the sum of dout * out over head_dim less dlse, which every gradient needs."""
     batch, seq, heads, head_dim = out.shape
     rows, block = batch * seq * heads, 4096 // block_d(head_dim)
     sizes = {"rows": rows, "queries": seq, "heads": heads, "HEAD_DIM": head_dim}
     sizes |= {"BLOCK_D": block_d(head_dim), "BLOCK_M": block}
-    return Start(delta_kernel, (-(-rows // block),), (out.contiguous(), dout, delta, *dout.stride()[:3]), sizes)
+    return Start(delta_kernel, (-(-rows // block),), (out.contiguous(), dout, dlse, delta, *dout.stride()[:3]), sizes)
 
 
 def of_queries(

@@ -109,7 +109,9 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, dlse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     q, k, v, *_ = inputs
     dtype = q.dtype
@@ -120,15 +122,15 @@ def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Requ
     (dq,), sums_of_queries, of_queries = _in_passes("dq", given, (q,), call)
 
     def starts() -> list[Start]:
-        return [_delta(out, dout, delta), *of_keys(), *of_queries()]
+        return [_delta(out, dout, dlse, delta), *of_keys(), *of_queries()]
 
     made = (delta, dk, dv, *sums_of_keys, dq, *sums_of_queries)
-    _start(starts, (q, k, v, dout, lse, out), made, call, "backward")
+    _start(starts, (q, k, v, dout, lse, out, dlse), made, call, "backward")
     return as_asked(dtype, dq, dk, dv)
 
 
 def backward_on_hopper(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v by the warp-specialised kernels. dq is summed in an order that varies.
 
@@ -137,7 +139,7 @@ def backward_on_hopper(
     """
     q, k, v, *_ = inputs
     if call.query_start is not None or hopper.refusal_of_keys(q, k, call):
-        return backward(dout, inputs, out, lse, call)
+        return backward(dout, inputs, out, lse, call, dlse)
     q, k, v, dout = hopper.as_read(q, k, v, dout)
     delta = torch.empty_like(lse)
     given = (q, k, v, dout, lse, delta)
@@ -165,9 +167,9 @@ def backward_on_hopper(
             return [_plain("dq", tensors, call, one, False, False) for one in theirs]
 
     def starts() -> list[Start]:
-        return [_delta(out, dout, delta), *of_keys(), *of_queries()]
+        return [_delta(out, dout, dlse, delta), *of_keys(), *of_queries()]
 
-    _start(starts, (q, k, v, dout, lse, out), (delta, dk, dv, sums, *more), call, "backward on hopper")
+    _start(starts, (q, k, v, dout, lse, out, dlse), (delta, dk, dv, sums, *more), call, "backward on hopper")
     if sums is not None:
         dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype))
     return dq, dk, dv
@@ -194,11 +196,11 @@ def _start(starts: Callable[[], list[Start]], given: tuple, made: tuple, call: R
     start(starts, () if is_packed else (*given, *call.tensors), name, *call.options, made=made)
 
 
-def _delta(out: Tensor, dout: Tensor, delta: Tensor) -> Start:
+def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Start:
     batch, queries, heads, head_dim = out.shape
     rows = batch * queries * heads
     named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": 32}
-    tensors = (out, dout, delta, *dout.stride()[:3], rows, queries, heads)
+    tensors = (out, dout, dlse, delta, *dout.stride()[:3], rows, queries, heads)
     return Start(delta_kernel, (triton.cdiv(rows, 32),), tensors, named)
 
 

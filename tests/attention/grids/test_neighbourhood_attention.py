@@ -57,12 +57,14 @@ from hilbert_lib.patterns.blocks import axis_tiles, mask_blocks
 from hilbert_lib.patterns.neighbourhood import EDGES, HeadNeighbourhoods
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
+WITH_DLSE = False, True
 
 
-@pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager")), ids=str)
+@pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager"), WITH_DLSE), ids=str)
 def test_options_in_pairs(case, monkeypatch):
     monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
-    check_on_grid(*case)
+    *rest, with_dlse = case
+    check_on_grid(*rest, with_dlse=with_dlse)
 
 
 @pytest.mark.full
@@ -82,10 +84,11 @@ def test_on_a_gpu_the_kernels_serve_all_options(rules):
         check_on_grid(rules, "grouped", *how, dtype, "triton", head_dim, device="cuda")
 
 
-@grids_in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"))
+@grids_in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"), WITH_DLSE)
 def test_output_lse_and_gradients_are_the_oracles(case, monkeypatch):
     monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
-    check_on_grid(*case)
+    *rest, with_dlse = case
+    check_on_grid(*rest, with_dlse=with_dlse)
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "flex"])
@@ -100,9 +103,12 @@ def test_windows_are_those_of_the_kv_head_of_each_group(backend, monkeypatch):
 
 
 @pytest.mark.gpu
-@grids_in_pairs((torch.float32, torch.bfloat16, torch.float16), ("triton", "flex", "eager"), (16, 40, 64, 128))
+@grids_in_pairs(
+    (torch.float32, torch.bfloat16, torch.float16), ("triton", "flex", "eager"), (16, 40, 64, 128), WITH_DLSE
+)
 def test_on_a_gpu_every_backend_is_the_oracles(case):
-    check_on_grid(*case, device="cuda")
+    *rest, with_dlse = case
+    check_on_grid(*rest, device="cuda", with_dlse=with_dlse)
 
 
 @settings(max_examples=60, deadline=None)

@@ -30,7 +30,7 @@ from hilbert_lib.attention.triton import copies, grid_launch
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.arguments import CONFIGS
-from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
+from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
@@ -43,7 +43,8 @@ from hilbert_lib.patterns.neighbourhood import Neighbourhood
 ARCHITECTURES = (80, 90, 100)
 ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(("lse", "delta", "partial_out", "partial_lse", "partial_dq", "partial_dk", "partial_dv"), "*fp32"),
+    **dict.fromkeys(("lse", "dlse", "delta", "partial_out", "partial_lse"), "*fp32"),
+    **dict.fromkeys(("partial_dq", "partial_dk", "partial_dv"), "*fp32"),
     **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
     "documents": "*i32",
     **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
@@ -109,6 +110,9 @@ def plain_kernels() -> dict[str, tuple]:
         kernel, types, constants, options = made[f"{name} 2 64"]
         of_documents = {key: value for key, value in constants.items() if key != "documents"}
         made[f"packed {name} 2 64"] = kernel, types, of_documents, options
+    sizes = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_M": 32}
+    made["delta"] = delta_kernel, ATTENTION_TYPES, sizes | {"dlse": None}, {"num_warps": 4}
+    made["delta with dlse"] = delta_kernel, ATTENTION_TYPES, sizes, {"num_warps": 4}
     return made
 
 

@@ -27,10 +27,10 @@ STORED = ("none", "hilbert", "random", "chunked")
 AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, STORED, DTYPES, SMALL, LAYOUTS, [False, True])
 
 
-@in_pairs(AXES, 5)
+@in_pairs((*AXES, [False, True]), 5)
 def test_output_lse_and_gradients_equal_the_oracle(case):
-    branches, offsets, mixing, ordering, dtype, shape, layout, is_causal = case
-    check(branches, offsets, mixing, ordering, "triton", dtype, shape, layout, is_causal, device=DEVICE)
+    *first, dtype, shape, layout, is_causal, with_dlse = case
+    check(*first, "triton", dtype, shape, layout, is_causal, device=DEVICE, with_dlse=with_dlse)
 
 
 @pytest.mark.parametrize(("block_m", "block_n", "is_causal"), [(32, 16, True), (16, 32, False)])

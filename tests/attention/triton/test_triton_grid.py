@@ -29,6 +29,7 @@ pytest.importorskip("hilbert_lib.attention.triton.grid_launch", reason="triton h
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = torch.float32, torch.bfloat16
+WITH_DLSE = False, True
 
 
 def is_slow(case):
@@ -37,14 +38,16 @@ def is_slow(case):
     return pytest.mark.full if DEVICE == "cpu" and rows > 700 else ()
 
 
-@grids_in_pairs(DTYPES, marks=is_slow)
+@grids_in_pairs(DTYPES, WITH_DLSE, marks=is_slow)
 def test_output_lse_and_gradients_equal_the_oracle(case):
-    check_on_grid(*case, "triton", device=DEVICE)
+    *rest, with_dlse = case
+    check_on_grid(*rest, "triton", device=DEVICE, with_dlse=with_dlse)
 
 
-@pytest.mark.parametrize("case", pairs_of_options(DTYPES), ids=str)
+@pytest.mark.parametrize("case", pairs_of_options(DTYPES, WITH_DLSE), ids=str)
 def test_options_in_pairs(case):
-    check_on_grid(*case, "triton", device=DEVICE)
+    *rest, with_dlse = case
+    check_on_grid(*rest, "triton", device=DEVICE, with_dlse=with_dlse)
 
 
 def test_windows_are_those_of_the_kv_head_of_each_group():

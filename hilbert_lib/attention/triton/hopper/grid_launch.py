@@ -72,7 +72,9 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+def backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from out and lse. The bits are the same every time."""
     with importing("the module of the backward by boxes"):
         from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
@@ -88,7 +90,7 @@ def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: R
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
 
     def starts() -> list[Start]:
-        launches = [plain.delta_of(dout, out, delta)]
+        launches = [plain.delta_of(dout, out, dlse, delta)]
         for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2])):
             stages, b_stages = RINGS[columns_of(q), tensors is of_keys]
             constants = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
@@ -101,7 +103,7 @@ def backward(dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: R
             launches.append(plain.of_keys(dout, inputs, lse, delta, request, grads, extra=True))
         return launches
 
-    call = (*inputs, dout, out, lse, *plain.tensors_of(request, q.device))
+    call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
     start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads))
     return grads
 
