@@ -51,6 +51,16 @@ def dense(keys, found, columns):
 
 
 @st.composite
+def unequal_starts(draw, length, with_keys=True):
+    """Starts of two sequences: also past the end of k, and behind the first row of q."""
+    rows = st.tuples(st.integers(0, length), st.integers(0, length))
+    starts = {"query_start": torch.tensor(draw(rows), dtype=torch.int32)}
+    if with_keys and draw(st.booleans()):
+        starts["key_start"] = torch.tensor(draw(rows))
+    return starts
+
+
+@st.composite
 def along_sequences(draw):
     """A pattern for sequences, sizes, and options of `attend` and of the oracle."""
     names = draw(st.sampled_from(sorted(BRANCHES)))
@@ -64,12 +74,8 @@ def along_sequences(draw):
     kv_heads, length = draw(st.integers(3, 4)), draw(st.integers(1, 40))
     rows = draw(st.integers(1, length))
     options = {"is_causal": draw(st.booleans())}
-    starts = draw(st.sampled_from(["alike", "alike", "unequal"]))
-    if starts == "unequal":  # also past the end of k, and behind the first row of q
-        options["key_start"] = torch.tensor(draw(st.tuples(*[st.integers(0, length)] * 2)))
-        options["query_start"] = torch.tensor(draw(st.tuples(*[st.integers(0, length)] * 2)), dtype=torch.int32)
-        if draw(st.booleans()):
-            options.pop("key_start")
+    if draw(st.integers(0, 2)) == 0:
+        options |= draw(unequal_starts(length))
     elif rows < length:
         options["query_start"] = draw(st.integers(0, length - rows))
     return pattern, kv_heads, rows, length, options
@@ -86,6 +92,9 @@ def on_grids(draw):
         pattern = Union((near, Neighbourhood(near.shape, 1)))
     if draw(st.booleans()):
         return pattern, 2, near.length, near.length, {}
+    if len(near.shape) == 1 and draw(st.booleans()):
+        starts = draw(unequal_starts(near.length, with_keys="wrap" not in near.edge))
+        return pattern, 2, draw(st.integers(1, near.length)), near.length, starts
     box = []
     for side in near.shape:
         first = draw(st.integers(0, side - 1))
@@ -112,7 +121,7 @@ def compared(case, seed, group, masked, ordered):
     columns = torch.arange(length)
     if ordered and "kv_ordering" in pattern.options:
         k, v, own_options["kv_ordering"], columns = order.apply(k, 1), order.apply(v, 1), order, order.perm
-    elif ordered and "ordering" in pattern.options and "query_box" not in options:
+    elif ordered and "ordering" in pattern.options and not {"query_box", "query_start"} & options.keys():
         q, k, v, own_options["ordering"], columns = *(order.apply(x, 1) for x in (q, k, v)), order, order.perm
         expected = order.apply(expected, 2)
         if masked:
