@@ -43,6 +43,8 @@ MASKED = {
     "dropout": (ALIGNED, {"dropout_p": 0.1, "length": 320}),
     "padding": (ALIGNED, {"has_key_padding": True}),
     "decoding": (UNEVEN, {"queries": 16, "length": 4096}),
+    "padded on the left": (UNEVEN, {"has_key_start": True, "batch": 2}),
+    "padded on the left, decoding": (UNEVEN, {"has_key_start": True, "queries": 16, "length": 4096}),
 }
 
 
@@ -51,6 +53,7 @@ SMALL_GRID = (Neighbourhood((6, 8), 3), {"heads": 2, "kv_heads": 1, "head_dim": 
 IS_INTERPRETED = kernel_mode() == "interpreted"
 GRIDS = {
     "line": (Neighbourhood((600,), 65, edge="wrap"), {}),
+    "line, padded on the left": (Neighbourhood((600,), 65), {"has_key_start": True, "batch": 2}),
     "plane, half, grouped": (PLANE, {"batch": 2, "kv_heads": 2, "dtype": torch.bfloat16}),
     "windows, extra keys": ((PLANE, OTHER), {"kv_heads": 2, "extra": 40}),
     "volume, double, padded, extra keys": (
@@ -71,7 +74,10 @@ def on_a_grid(near, options, device):
     keywords = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False)) | {"backend": o["backend"]}
     if o.get("has_key_padding"):
         keywords["key_padding_mask"] = torch.zeros(o["batch"], seq, dtype=torch.bool, device=device)
-    keywords["ordering"] = Ordering.random(seq, 0)
+    if o.get("has_key_start"):
+        keywords["key_start"] = torch.full((o["batch"],), 7, device=device)
+    else:
+        keywords["ordering"] = Ordering.random(seq, 0)
 
     def attend():
         return neighbourhood_attention(*leaves[:3], near, **keywords)
@@ -95,6 +101,8 @@ def given(pattern, options, device="cpu"):
     keywords["key_padding_mask"] = padding if o.get("has_key_padding") else None
     keywords["kv_ordering"] = Ordering.random(o["length"], 0) if o.get("has_kv_ordering") else None
     keywords["query_start"] = None if o["queries"] is None else o["length"] - o["queries"]
+    if o.get("has_key_start"):
+        keywords["key_start"] = torch.full((o["batch"],), 7, device=device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     return leaves, lambda: dilated_attention(*leaves, pattern, **keywords)
 
