@@ -6,8 +6,9 @@ import inspect
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -167,13 +168,18 @@ def device(value: object) -> torch.device:
         raise ValueError(f"device must be a device that torch knows, such as 'cpu' or 'cuda', got {value!r}") from None
 
 
-def suggesting(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose error for an unknown keyword names the nearest known one (Python says "unexpected" alone)."""
+def suggesting(function: Callable[P, T], unserved: Mapping[str, str] = MappingProxyType({})) -> Callable[P, T]:
+    """The function, whose error for an unknown keyword names the nearest known one (Python says "unexpected" alone).
+
+    unserved: keywords of its kin that it does not take, and why.
+    """
     parameters = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
+            if name in unserved:
+                raise TypeError(f"{function.__name__} serves no {name}: {unserved[name]}")
             if name not in parameters:
                 raise TypeError(f"{function.__name__} has no argument {name!r}{nearest(name, parameters)}")
         return function(*args, **kwargs)

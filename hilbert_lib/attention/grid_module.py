@@ -60,25 +60,37 @@ class NeighbourhoodAttention(ProjectedAttention):
         self.in_proj = nn.Linear(self.embed_dim, rows, bias=checks.boolean("bias", bias), **factory)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
-    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
-        """Project, attend and project back.
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        extra: Tensor | None = None,
+        extra_padding_mask: Tensor | None = None,
+        return_extra: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Project, attend and project back. Extra tokens share the projections.
 
         Args:
             x: (batch, *grid, embed_dim), with 1 to 3 axes of the grid.
             key_padding_mask: (batch, *grid) bool, True = no weight.
             extra: (batch, tokens, embed_dim), tokens that every cell sees besides: text, registers.
+            extra_padding_mask: (batch, tokens) bool, True = no weight.
+            return_extra: whether extra tokens attend too, to every cell and every extra token (joint attention).
 
         Returns:
-            The output, shaped like x.
+            The output, shaped like x; with return_extra also that of the extra tokens, shaped like extra.
 
         Raises:
             TypeError, ValueError: as `Neighbourhood` and `neighbourhood_attention`; where x is no such tensor.
         """
-        refuse_tracers(x, key_padding_mask, extra)
+        refuse_tracers(x, key_padding_mask, extra, extra_padding_mask)
         size = f"and embed_dim {self.embed_dim}"
         self.check_tokens("x", x, (3, 4, 5), f"(batch, *grid, embed_dim), with 1 to 3 axes {size}")
         if extra is not None:
             self.check_tokens("extra", extra, (3,), f"(batch, tokens, embed_dim) {size}")
+        if checks.boolean("return_extra", return_extra) and extra is None:
+            raise ValueError("return_extra must be False where extra is None, got True")
         grid = x.shape[1:-1]
         if key_padding_mask is not None:
             checks.dense_tensor("key_padding_mask", key_padding_mask)
@@ -86,13 +98,16 @@ class NeighbourhoodAttention(ProjectedAttention):
                 allowed = f"(batch, *grid) = {tuple(x.shape[:-1])}"
                 raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
         q, k, v = self._project(x.flatten(1, -2))
-        options = {"backend": self.backend}
+        options = {"backend": self.backend, "extra_padding_mask": extra_padding_mask}
         if key_padding_mask is not None:
             options["key_padding_mask"] = key_padding_mask.flatten(1)
         if extra is not None:
-            _, options["extra_k"], options["extra_v"] = self._project(extra)
-        out = neighbourhood_attention(q, k, v, Neighbourhood(tuple(grid), **self.rules), **options)
-        return self.out_proj(out.flatten(2)).unflatten(1, grid)
+            extra_q, options["extra_k"], options["extra_v"] = self._project(extra)
+            options["extra_q"] = extra_q if return_extra else None
+        results = neighbourhood_attention(q, k, v, Neighbourhood(tuple(grid), **self.rules), **options)
+        out, *extra_out = results if return_extra else (results,)
+        out = self.out_proj(out.flatten(2)).unflatten(1, grid)
+        return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
 
     @property
     def projecting_weight(self) -> Tensor:

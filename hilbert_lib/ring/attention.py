@@ -35,13 +35,15 @@ from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.rank.call import RankCall, agreed_already, by_pattern
 from hilbert_lib.ring.spread import DEFAULTS, GridSpread, SequenceSpread, Spread, check_served, spread_of
 
+# Options of `attend` that no ring takes, and why.
+UNSERVED = {"extra_q": "extra queries see the cells of all ranks, and no rank holds these"}
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 _untraced: dict[Callable, Callable] = {}  # what torch.compile leaves alone
 
 
 @untraced  # torch.compile cannot trace collectives that are waited for later
 @unscripted
-@suggesting
+@partial(suggesting, unserved=UNSERVED)
 def ring_attend(
     q: Tensor,
     k: Tensor,
@@ -215,7 +217,7 @@ def ring_dilated_attention(
 
 @untraced  # torch.compile cannot trace collectives that are waited for later
 @unscripted
-@suggesting
+@partial(suggesting, unserved=UNSERVED)
 def ring_neighbourhood_attention(
     q: Tensor,
     k: Tensor,

@@ -15,10 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from hilbert_lib import (
     DilatedPattern,
     Neighbourhood,
+    NeighbourhoodAttention,
     attend,
     dilated_attention,
     explain_backend,
     neighbourhood_attention,
+    ring_attend,
+    ring_neighbourhood_attention,
 )
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import backends_for
@@ -244,3 +247,31 @@ def test_class_tokens_beside_an_image_are_a_vision_transformers(extra, window):
     image, extra_out = neighbourhood_attention(*(x[:, extra:] for x in (q, k, v)), near, **of_class)
     found = torch.cat([extra_out, image], 1)
     torch.testing.assert_close(found, vit_attention(tokens, weight, near, extra), atol=1e-12, rtol=0)
+
+
+def test_extra_tokens_of_a_module_attend_by_its_projections():
+    torch.manual_seed(0)
+    module = NeighbourhoodAttention(16, 4, window=3, kv_heads=2, edge="clip").double()
+    x, extra = torch.randn(2, 4, 6, 16, dtype=torch.float64), torch.randn(2, 3, 16, dtype=torch.float64)
+    hidden, extra_hidden = torch.rand(2, 4, 6) < 0.3, torch.tensor([[False, True, False], [False, False, False]])
+    masks = {"key_padding_mask": hidden.flatten(1), "extra_padding_mask": extra_hidden}
+    (q, k, v), of_extra = (
+        module.in_proj(tokens).unflatten(-1, (-1, 4)).split((4, 2, 2), -2) for tokens in (x.flatten(1, 2), extra)
+    )
+    near = Neighbourhood((4, 6), 3, edge="clip")
+    right = oracle.joint_attention(q, k, v, pattern=near, **dict(zip(NAMES[3:], of_extra, strict=True)), **masks)
+    options = {"key_padding_mask": hidden, "extra": extra, "extra_padding_mask": extra_hidden}
+    out, extra_out = module(x, **options, return_extra=True)
+    torch.testing.assert_close(out, module.out_proj(right[0].flatten(2)).view_as(x), atol=1e-12, rtol=0)
+    torch.testing.assert_close(extra_out, module.out_proj(right[2].flatten(2)), atol=1e-12, rtol=0)
+    torch.testing.assert_close(module(x, **options), out)
+    with pytest.raises(ValueError, match="return_extra must be False where extra is None, got True"):
+        module(x, return_extra=True)
+    with pytest.raises(ValueError, match="extra_padding_mask must be None where extra_k is None"):
+        module(x, extra_padding_mask=extra_hidden)
+
+
+@pytest.mark.parametrize("function", [ring_attend, ring_neighbourhood_attention])
+def test_a_ring_refuses_extra_queries_by_name(function):
+    with pytest.raises(TypeError, match=f"{function.__name__} serves no extra_q: extra queries see the cells of all"):
+        function(*(TENSORS[name] for name in "qkv"), NEAR, extra_q=EXTRA_Q)
