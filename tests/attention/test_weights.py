@@ -51,11 +51,11 @@ def dense(keys, found, columns):
 
 
 @st.composite
-def unequal_starts(draw, length, with_keys=True):
+def unequal_starts(draw, length):
     """Starts of two sequences: also past the end of k, and behind the first row of q."""
     rows = st.tuples(st.integers(0, length), st.integers(0, length))
     starts = {"query_start": torch.tensor(draw(rows), dtype=torch.int32)}
-    if with_keys and draw(st.booleans()):
+    if draw(st.booleans()):
         starts["key_start"] = torch.tensor(draw(rows))
     return starts
 
@@ -92,14 +92,21 @@ def on_grids(draw):
         pattern = Union((near, Neighbourhood(near.shape, 1)))
     if draw(st.booleans()):
         return pattern, 2, near.length, near.length, {}
-    if len(near.shape) == 1 and draw(st.booleans()):
-        starts = draw(unequal_starts(near.length, with_keys="wrap" not in near.edge))
-        return pattern, 2, draw(st.integers(1, near.length)), near.length, starts
     box = []
     for side in near.shape:
         first = draw(st.integers(0, side - 1))
         box.append((first, draw(st.integers(first + 1, side))))
     return pattern, 2, prod(stop - first for first, stop in box), near.length, {"query_box": tuple(box)}
+
+
+@st.composite
+def on_lines(draw):
+    """The same on a grid of one axis, whose sequences begin at unequal rows."""
+    length, rules = draw(st.integers(1, 20)), {"dilation": draw(st.integers(1, 2))}
+    rules |= {"is_causal": draw(st.booleans()), "edge": draw(st.sampled_from(["shift", "clip"]))}
+    windows = draw(st.lists(st.integers(1, 9), min_size=2, max_size=2))
+    pattern = tuple(Neighbourhood((length,), window, **rules) for window in windows)
+    return HeadNeighbourhoods(pattern), 2, draw(st.integers(1, length)), length, draw(unequal_starts(length))
 
 
 def compared(case, seed, group, masked, ordered):
@@ -136,7 +143,11 @@ def compared(case, seed, group, masked, ordered):
 
 
 any_call = given(
-    st.one_of(along_sequences(), on_grids()), st.integers(0, 99), st.integers(1, 2), st.booleans(), st.booleans()
+    st.one_of(along_sequences(), on_grids(), on_lines()),
+    st.integers(0, 99),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
 )
 
 
