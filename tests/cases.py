@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracle import attending, mask_of, seen_along
 from torch import Tensor
 
-from hilbert_lib import Neighbourhood, Union, neighbourhood_attention
+from hilbert_lib import Neighbourhood, Union, attend, neighbourhood_attention
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.request import GridPart, Request, Tensors
@@ -305,6 +305,7 @@ ORDERS = {
 }
 STORED = (*ORDERS, "box")  # or row by row, q some of the cells alone
 MORE = ("nothing", "extra", "padding", "extra and padding")
+JOINT = "extra queries, keys and padding"
 # Grids of several tiles of a GPU, as `RULES` has them.
 LARGE_RULES = {
     "large plane": ((48, 40), (9, 17), 1, 1, False, "shift"),
@@ -426,6 +427,10 @@ def check_on_grid(
     """Run one case and compare it with the oracle: output, lse and gradients."""
     shape = RULES.get(rules, rules)[0]
     query_box = box_in(shape) if order == "box" else None
+    if more == JOINT:
+        sizes = {"heads": HEADS[heads], "head_dim": head_dim, "query_box": query_box, "with_dlse": with_dlse}
+        ordering = None if order == "box" else ORDERS[order](shape)
+        return check_joint(neighbourhoods(rules, heads), shape, ordering, dtype, backend, device=device, **sizes)
     case = rules, heads, more, dtype, head_dim, query_box, with_dlse
     near, given, dout, masks, out, lse, grads = expected_on_grid(*case)
     ordering = None if order == "box" else ORDERS[order](shape)
@@ -451,6 +456,74 @@ def check_on_grid(
     assert found[0].dtype == dtype
     right = [ordered(out), ordered(lse, dim=2), *(ordered(x) for x in grads[:3]), *grads[3:]]
     _assert_right(found, right[: len(found)], dtype, rtol=TOLERANCE[dtype][2] / 10)
+
+
+JOINT_NAMES = ("q", "k", "v", "extra_q", "extra_k", "extra_v")
+
+
+def drawn_joint(
+    cells, heads=(2, 4, 2), queries=None, extra_queries=5, extra=EXTRA, head_dim=8, dtype=torch.float64, seed=0
+) -> dict[str, Tensor]:
+    """Tensors of joint attention by their names. heads: batch, heads, kv_heads. Without extra keys there are four."""
+    batch, count, kv_heads = heads
+    rows = [(cells if queries is None else queries, count), *[(cells, kv_heads)] * 2, (extra_queries, count)]
+    rows += [(extra, kv_heads)] * 2 * bool(extra)
+    drawing = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+    tensors = [torch.randn(batch, *each, head_dim, **drawing).to(dtype) for each in rows]
+    return dict(zip(JOINT_NAMES, tensors, strict=False))
+
+
+def check_joint(
+    near, shape, ordering, dtype, backend, *, device="cpu", heads=(2, 4, 2), head_dim=8, query_box=None,
+    with_dlse=False, extra=EXTRA, extra_queries=5, hidden=0.4, extra_hidden=0.4, seed=0,
+) -> None:  # fmt: skip
+    """Run joint attention and compare it with the oracle: outputs, lse and the gradients of all tensors.
+
+    hidden, extra_hidden: the share of cells and of extra keys that have no weight.
+    """
+    cells = _cells(shape)
+    queries = None if query_box is None else prod(stop - start for start, stop in query_box)
+    sizes = {"queries": queries, "extra_queries": extra_queries, "extra": extra, "head_dim": head_dim, "dtype": dtype}
+    tensors, other = (drawn_joint(cells, heads, **sizes, seed=n) for n in (seed, seed + 1))
+    options = {"scale": SCALE * head_dim**-0.5, "query_box": query_box}
+    masks, generator = {}, torch.Generator().manual_seed(seed)
+    for name, count, share in (("key_padding_mask", cells, hidden), ("extra_padding_mask", extra, extra_hidden)):
+        if share and count:
+            masks[name] = torch.rand(heads[0], count, generator=generator) < share
+
+    def ordered(x: Tensor, dim: int = 1) -> Tensor:
+        return x if ordering is None else ordering.apply(x, dim=dim)
+
+    def run(call: Callable, given: dict[str, Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+        out, lse, extra_out, extra_lse = call(**leaves)
+        results = [out, extra_out, lse, extra_lse]
+        grads = torch.autograd.grad(results[: len(gradients)], list(leaves.values()), gradients)
+        return [out, lse, extra_out, extra_lse, *grads]
+
+    exact = partial(oracle.joint_attention, pattern=near, **masks, **options)
+    exact_tensors = {name: x.double() for name, x in tensors.items()}
+    douts = [other["q"].double(), other["extra_q"].double()]
+    if with_dlse:
+        _, lse, _, extra_lse = exact(**exact_tensors)
+        douts += drawn_dlse(lse), drawn_dlse(extra_lse)
+    right = run(exact, exact_tensors, douts)
+    right = [ordered(right[0]), ordered(right[1], 2), *right[2:4], *map(ordered, right[4:7]), *right[7:]]
+
+    stored, stored_masks = (
+        {name: (x if name.startswith("extra") else ordered(x)).to(device) for name, x in given.items()}
+        for given in (tensors, masks)
+    )
+    stored_douts = [ordered(douts[0]).to(device, dtype), douts[1].to(device, dtype)]
+    if with_dlse:
+        lse_dtype = torch.promote_types(dtype, torch.float32)
+        stored_douts += ordered(douts[2], 2).to(device, lse_dtype), douts[3].to(device, lse_dtype)
+    call = partial(attend, pattern=near, ordering=ordering, backend=backend, return_lse=True, **stored_masks, **options)
+    found = run(call, stored, stored_douts)
+    assert found[0].dtype == found[2].dtype == dtype
+    for n in (0, 2):
+        _assert_right(found[n : n + 2], right[n : n + 2], dtype)
+    _assert_right([*found[:2], *found[4:]], [*right[:2], *right[4:]], dtype, rtol=TOLERANCE[dtype][2] / 10)
 
 
 def check_grouped_windows(backend: str, dtype: torch.dtype = torch.float64, **options) -> None:

@@ -105,22 +105,27 @@ def attention(
 def joint_attention(
     q: Tensor, k: Tensor, v: Tensor, extra_q: Tensor, pattern, *, extra_k: Tensor | None = None,
     extra_v: Tensor | None = None, key_padding_mask: Tensor | None = None, extra_padding_mask: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | None = None, key_start: Tensor | None = None, **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out and lse of the cells of a grid, then of extra queries, which see every cell and every extra key."""
-    options = {"scale": scale, "extra_k": extra_k, "extra_v": extra_v}
-    masks = {"key_padding_mask": key_padding_mask, "extra_padding_mask": extra_padding_mask}
+    """out and lse of the cells of a grid, then of extra queries, which see every cell and every extra key.
+
+    Rows of k before key_start are no cells. options: further ones of `attention`.
+    """
+    options |= {"scale": scale, "extra_k": extra_k, "extra_v": extra_v, "key_start": key_start}
+    options |= {"key_padding_mask": key_padding_mask, "extra_padding_mask": extra_padding_mask}
     hidden, keys, values = [], [], []
     for x, values_of_x, mask in ((k, v, key_padding_mask), (extra_k, extra_v, extra_padding_mask)):
         if x is not None:
             keys.append(x.double())
             values.append(values_of_x.double())
             hidden.append(torch.zeros(x.shape[:2], dtype=torch.bool) if mask is None else mask)
+    if key_start is not None:
+        hidden[0] = hidden[0] | (torch.arange(k.shape[1]) < key_start[:, None])
     (batch, queries, heads, head_dim), group = extra_q.shape, q.shape[2] // k.shape[2]
     keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
     times = (~torch.cat(hidden, 1)).double()[:, None, None].expand(batch, heads, queries, -1)
     of_extra = softmax_over(extra_q.double(), keys, values, times, head_dim**-0.5 if scale is None else scale)
-    return *attention(q, k, v, pattern, **options, **masks), *of_extra
+    return *attention(q, k, v, pattern, **options), *of_extra
 
 
 def attention_of_unequal(

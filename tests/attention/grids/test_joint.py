@@ -7,7 +7,20 @@ from random import Random
 import oracle
 import pytest
 import torch
-from cases import ORDERS, RULES, TOLERANCE, UNIONS, neighbourhoods, refusals, shape_of
+from cases import (
+    JOINT_NAMES,
+    ORDERS,
+    RULES,
+    TOLERANCE,
+    UNIONS,
+    box_in,
+    check_joint,
+    drawn_joint,
+    needs_hopper,
+    neighbourhoods,
+    refusals,
+    shape_of,
+)
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,73 +39,86 @@ from hilbert_lib import (
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.all_pairs import AllPairs
 
 NEAR = Neighbourhood((4, 6), 3)
-NAMES = ("q", "k", "v", "extra_q", "extra_k", "extra_v")
+drawn = partial(drawn_joint, 24)
 
 
-def drawn(cells=24, extra=3, queries=5, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=0):
-    """q, k, v, extra_q, extra_k and extra_v by their names; the last two are left out where there are no extra keys."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [(cells, heads), (cells, kv_heads), (cells, kv_heads), (queries, heads), *[(extra, kv_heads)] * 2]
-    tensors = [torch.randn(batch, *each, head_dim, generator=generator, dtype=torch.float64).to(dtype) for each in rows]
-    return dict(zip(NAMES, tensors if extra else tensors[:4], strict=False))
-
-
-def all_results(run, tensors, douts):
-    """What a call returns, and the gradients of all tensors. douts: the gradients of out and of extra_out."""
-    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-    out, lse, extra_out, extra_lse = run(**leaves)
-    return [out, lse, extra_out, extra_lse, *torch.autograd.grad((out, extra_out), list(leaves.values()), douts)]
-
-
-def checked(found, right, dtype):
-    close, close_lse, close_grad = TOLERANCE[dtype]
-    for n, (x, exact) in enumerate(zip(found, right, strict=True)):
-        tolerance = (close, close_lse)[n % 2] if n < 4 else close_grad
-        torch.testing.assert_close(x.cpu().double(), exact, atol=tolerance, rtol=tolerance / 10)
-
-
-def check(seed, dtype, backend, device="cpu", head_dim=8, rules=(*RULES, *UNIONS)):
-    """A random call against the oracle: a grid or a union, windows by head, groups, an order, masks, extra keys."""
+def check_random(seed, dtype, backend, **options):
+    """A random call: a grid or a union, windows by head, groups, an order or a box, masks, numbers of extra tokens."""
     random = Random(seed)
-    name = random.choice(rules)
-    near = neighbourhoods(name, random.choice(("one", "windows")))
-    cells = torch.Size(shape_of(name)).numel()
-    sizes = {"extra": random.choice((0, 1, 3, 9)), "queries": random.choice((0, 1, 4, cells, cells + 3))}
-    sizes |= {"heads": random.choice((2, 4)), "head_dim": head_dim, "dtype": dtype}
-    tensors, other = (drawn(cells, **sizes, seed=n) for n in (seed, seed + 1))
-    douts = [other["q"], other["extra_q"]]
-    share, generator = random.choice((0.0, 0.4, 1.0)), torch.Generator().manual_seed(seed)
-    masks = {}
-    if share:
-        masks["key_padding_mask"] = torch.rand(2, cells, generator=generator) < share
-    if sizes["extra"] and random.random() < 0.5:
-        masks["extra_padding_mask"] = torch.rand(2, sizes["extra"], generator=generator) < random.choice((0.4, 1.0))
-    options = {"scale": random.choice((None, 0.3))}
-    order = ORDERS[random.choice(list(ORDERS))](shape_of(name))
-
-    def ordered(x, dim=1):
-        return x if order is None else order.apply(x, dim=dim)
-
-    exact = partial(oracle.joint_attention, pattern=near, **masks, **options)
-    exact = all_results(exact, {name: x.double() for name, x in tensors.items()}, [x.double() for x in douts])
-    right = [ordered(exact[0]), ordered(exact[1], 2), *exact[2:4], *map(ordered, exact[4:7]), *exact[7:]]
-    stored = {name: x if name.startswith("extra") else ordered(x) for name, x in tensors.items()}
-    stored_masks = {name: (x if name.startswith("extra") else ordered(x)).to(device) for name, x in masks.items()}
-    call = partial(attend, pattern=near, ordering=order, backend=backend, return_lse=True, **stored_masks, **options)
-    stored_douts = [ordered(douts[0]).to(device), douts[1].to(device)]
-    found = all_results(call, {name: x.to(device) for name, x in stored.items()}, stored_douts)
-    assert found[0].dtype == found[2].dtype == dtype
-    checked(found, right, dtype)
+    rules = random.choice((*RULES, *UNIONS))
+    shape, windows = shape_of(rules), random.choice(("one", "windows"))
+    cells = torch.Size(shape).numel()
+    query_box = box_in(shape) if random.random() < 0.3 else None
+    check_joint(
+        neighbourhoods(rules, windows),
+        shape,
+        None if query_box else ORDERS[random.choice(("none", "random", "hilbert"))](shape),
+        dtype,
+        backend,
+        heads=(2, random.choice((2, 4)), 2 if windows == "windows" else random.choice((1, 2))),
+        query_box=query_box,
+        with_dlse=random.random() < 0.5,
+        extra=random.choice((0, 1, 3, 9)),
+        extra_queries=random.choice((0, 1, 4, cells, cells + 3)),
+        hidden=random.choice((0.0, 0.4, 1.0)),
+        extra_hidden=random.choice((0.0, 0.4, 1.0)),
+        seed=seed,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_random_calls_are_the_oracles(dtype, backend):
-    for seed in range(24):
-        check(seed, dtype, backend)
+    for seed in range(12):
+        check_random(seed, dtype, backend)
+
+
+def test_rows_before_a_sequence_begins_are_no_cells():
+    tensors, line = drawn(queries=2), Neighbourhood((24,), 5, is_causal=True)
+    options = {"pattern": line, "key_start": torch.tensor([3, 0]), "query_start": torch.tensor([20, 11])}
+    for backend in ("reference", "eager", "auto"):
+        found = attend(**tensors, **options, backend=backend, return_lse=True)
+        torch.testing.assert_close(found, oracle.joint_attention(**tensors, **options), atol=1e-12, rtol=0)
+
+
+@pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
+@pytest.mark.parametrize("case", [(0, 0), (0, 5), (3, 0), (3, 5)], ids=str)
+def test_plain_kernels_are_the_oracles(case):
+    # More queries than keys, and fewer: their kernel counts keys by position. No padding and some.
+    extra, hidden = case
+    device = "cuda" if kernel_mode() == "compiled" else "cpu"
+    for extra_queries in (2, 9):
+        options = {"extra": extra, "extra_queries": extra_queries, "hidden": hidden / 10, "extra_hidden": hidden / 10}
+        check_joint(
+            Neighbourhood((2, 3), 2), (2, 3), None, torch.float32, "triton", device=device, head_dim=16, **options
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("backend", ["eager", "triton", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu_random_calls_are_the_oracles(dtype, backend, head_dim):
+    for seed in range(16):
+        check_random(seed, dtype, backend, head_dim=head_dim, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("sizes", [(128, 128), (130, 70), (5, 200)], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "flex", "auto", pytest.param("hopper", marks=needs_hopper)])
+def test_on_a_gpu_text_beside_an_image_is_the_oracles(backend, sizes, with_dlse):
+    extra_queries, extra = sizes
+    if backend == "hopper" and extra_queries == 5:
+        extra_queries = 72  # of a few queries it refuses to decode
+    options = {"hidden": 0.0, "extra_hidden": 0.4, "with_dlse": with_dlse, "head_dim": 64, "device": "cuda"}
+    near = Neighbourhood((16, 24), (5, 7))
+    check_joint(near, near.shape, None, torch.bfloat16, backend, extra=extra, extra_queries=extra_queries, **options)
 
 
 def test_it_is_one_graph_is_checkpointed_and_is_known_the_second_time():
@@ -100,7 +126,7 @@ def test_it_is_one_graph_is_checkpointed_and_is_known_the_second_time():
     hidden = torch.rand(2, 24, generator=torch.Generator().manual_seed(2)) < 0.3
 
     def call(*tensors):
-        named = dict(zip(NAMES, tensors, strict=True))
+        named = dict(zip(JOINT_NAMES, tensors, strict=True))
         return neighbourhood_attention(**named, neighbourhood=NEAR, key_padding_mask=hidden, return_lse=True)
 
     def loss(results):
@@ -121,13 +147,13 @@ def test_any_number_of_extra_tokens_is_one_graph():
         fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward,
     )  # fmt: skip
     for extra in (3, 5, 9):
-        tensors = drawn(extra=extra, queries=extra + 2)
+        tensors = drawn(extra=extra, extra_queries=extra + 2)
         torch.testing.assert_close(call(**tensors), neighbourhood_attention(**tensors, neighbourhood=NEAR))
     assert len(graphs) == 1
 
 
 def test_the_operator_takes_them():
-    tensors = drawn(queries=2, dtype=torch.float32)
+    tensors = drawn(extra_queries=2, dtype=torch.float32)
     inputs = [x.requires_grad_() for x in joint_inputs(tensors)]
     request = Request(AllPairs(), scale=0.3, extra_padding_mask=torch.rand(2, 3) < 0.5)
     arguments = (*inputs, *operators._arguments(request), "sdpa")
@@ -243,7 +269,7 @@ def test_class_tokens_beside_an_image_are_a_vision_transformers(extra, window):
     weight = torch.randn(16, 48, generator=generator, dtype=torch.float64)
     near = Neighbourhood((4, 6), window, edge="clip")
     q, k, v = (tokens @ weight).unflatten(-1, (3, 2, -1)).unbind(2)
-    of_class = dict(zip(NAMES[3:], (x[:, :extra] for x in (q, k, v)), strict=True))
+    of_class = dict(zip(JOINT_NAMES[3:], (x[:, :extra] for x in (q, k, v)), strict=True))
     image, extra_out = neighbourhood_attention(*(x[:, extra:] for x in (q, k, v)), near, **of_class)
     found = torch.cat([extra_out, image], 1)
     torch.testing.assert_close(found, vit_attention(tokens, weight, near, extra), atol=1e-12, rtol=0)
@@ -259,7 +285,7 @@ def test_extra_tokens_of_a_module_attend_by_its_projections():
         module.in_proj(tokens).unflatten(-1, (-1, 4)).split((4, 2, 2), -2) for tokens in (x.flatten(1, 2), extra)
     )
     near = Neighbourhood((4, 6), 3, edge="clip")
-    right = oracle.joint_attention(q, k, v, pattern=near, **dict(zip(NAMES[3:], of_extra, strict=True)), **masks)
+    right = oracle.joint_attention(q, k, v, pattern=near, **dict(zip(JOINT_NAMES[3:], of_extra, strict=True)), **masks)
     options = {"key_padding_mask": hidden, "extra": extra, "extra_padding_mask": extra_hidden}
     out, extra_out = module(x, **options, return_extra=True)
     torch.testing.assert_close(out, module.out_proj(right[0].flatten(2)).view_as(x), atol=1e-12, rtol=0)
