@@ -336,7 +336,9 @@ def every_rule(sizes: dict) -> list[tuple]:
 
 def pairs_of_options(*axes) -> list[tuple]:
     """Small cases, as `check_on_grid` takes them, in which every two values of the options and of other axes meet."""
-    cases = AllPairs([*map(list, (*OPTIONS, HEADS, STORED, MORE, *axes))], filter_func=lambda case: _is_possible(*case))
+    cases = AllPairs(
+        [*map(list, (*OPTIONS, HEADS, STORED, (*MORE, JOINT), *axes))], filter_func=lambda case: _is_possible(*case)
+    )
     return [(rules_of(SMALL, *case[:5]), *case[5:]) for case in cases]
 
 
