@@ -7,11 +7,13 @@ Backends that call kernels say their own (`Backend.workspace`).
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from hilbert_lib import checks
+from hilbert_lib.attention.api import QueryBox
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import is_undone
@@ -78,6 +80,7 @@ def estimate_memory(
     has_kv_ordering: bool = False,
     has_key_start: bool = False,
     queries: int | None = None,
+    query_box: QueryBox | None = None,
     extra: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
@@ -96,6 +99,7 @@ def estimate_memory(
             tensor takes what a key_start does. Where k and v are put in sequence order first, copies of both are kept
             for the backward. Tables that later calls share are not counted.
         queries: rows of q, the last positions (decoding); by default all.
+        query_box: on a grid, the cells of q, as the function takes it; not with queries or has_key_start.
         extra: keys beside those of a grid, which every query sees.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
 
@@ -120,7 +124,7 @@ def estimate_memory(
     device = device_or_default(device)
     heads, kv_heads = checks.grouped(heads, kv_heads)
     extra = checks.integer("extra", extra, least=0)
-    pattern = as_pattern(pattern)
+    pattern, part = as_pattern(pattern), None
     if on_grid := pattern.length is not None:
         near = pattern.of_heads(kv_heads)
         left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p}
@@ -130,13 +134,19 @@ def estimate_memory(
         for name, value in left_out.items():
             if value:
                 raise ValueError(f"{name} must be left out for a call on a grid, got {value!r}")
-        length, backends = near.length, backends_for(near)
+        length, backends, part = near.length, backends_for(near), part_of_box(query_box, near.shape)
+        if query_box is not None and (queries is not None or has_key_start):
+            raise ValueError(f"query_box must be left out with queries or has_key_start, got {query_box!r}")
     else:
         length, backends = checks.integer("length", length, least=1), backends_for(pattern)
         if extra:
             raise ValueError(f"extra must be 0 unless the call is on a grid, got {extra}")
+        if query_box is not None:
+            raise ValueError(f"query_box must be left out unless the call is on a grid, got {query_box!r}")
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries or None  # all of them are no decoding
+    if part is not None:
+        rows = prod(map(len, part.rows))
     batch = checks.integer("batch", batch, least=1)
     head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
     if batch * (length + extra) * heads * head_dim > checks.LARGEST_SIZE * LARGEST_HEAD_DIM:
@@ -146,7 +156,7 @@ def estimate_memory(
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
     extra_keys = k.new_empty(batch, extra, kv_heads, head_dim)
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
-    options = {"query_start": start}
+    options = {"query_start": start, "query_box": query_box}
     if not on_grid:
         options |= {"is_causal": is_causal, "dropout_p": dropout_p}
     if has_kv_ordering:  # any one: the choice asks whether there is one
@@ -156,7 +166,7 @@ def estimate_memory(
     backend = _serving(q, k, padding, starts, device, named, direction == "backward", backends, options)
     is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)
     if on_grid:
-        call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding, key_start=starts)
+        call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding, key_start=starts, part=part)
         if starts is not None:
             call = replace(call, query_start=start)
         elif start is not None:

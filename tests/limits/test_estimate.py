@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,7 @@ GRIDS = {
     "line": (Neighbourhood((600,), 65, edge="wrap"), {}),
     "line, padded on the left": (Neighbourhood((600,), 65), {"has_key_start": True, "batch": 2}),
     "plane, half, grouped": (PLANE, {"batch": 2, "kv_heads": 2, "dtype": torch.bfloat16}),
+    "plane, some of the queries": (PLANE, {"query_box": ((2, 20), (3, 20)), "extra": 3}),
     "windows, extra keys": ((PLANE, OTHER), {"kv_heads": 2, "extra": 40}),
     "volume, double, padded, extra keys": (
         Neighbourhood((6, 8, 10), (3, 5, 5), edge="clip"),
@@ -67,7 +69,9 @@ def on_a_grid(near, options, device):
     """As `given`, of `neighbourhood_attention`. It has run once: the tables that calls share are not estimated."""
     o = {"batch": 1, "kv_heads": 4, "extra": 0, "heads": 4, "head_dim": 64, "dtype": torch.float32, **options}
     seq = (near if isinstance(near, Neighbourhood) else near[0]).length
-    rows = [(seq, o["heads"]), *[(seq, o["kv_heads"])] * 2, *[(o["extra"], o["kv_heads"])] * 2 * bool(o["extra"])]
+    box = o.get("query_box")
+    queries = seq if box is None else prod(stop - start for start, stop in box)
+    rows = [(queries, o["heads"]), *[(seq, o["kv_heads"])] * 2, *[(o["extra"], o["kv_heads"])] * 2 * bool(o["extra"])]
     leaves = [
         torch.randn(o["batch"], *each, o["head_dim"], dtype=o["dtype"], device=device).requires_grad_() for each in rows
     ]
@@ -76,6 +80,8 @@ def on_a_grid(near, options, device):
         keywords["key_padding_mask"] = torch.zeros(o["batch"], seq, dtype=torch.bool, device=device)
     if o.get("has_key_start"):
         keywords["key_start"] = torch.full((o["batch"],), 7, device=device)
+    elif box is not None:
+        keywords["query_box"] = box
     else:
         keywords["ordering"] = Ordering.random(seq, 0)
 
@@ -408,6 +414,11 @@ ON_A_GPU = {  # backends, pattern and options
     "eager, padding": (["eager"], ALIGNED, {"length": 32768, "heads": 8, "has_key_padding": True}),
     "eager, half of the queries": (["eager"], ALIGNED, {"length": 65536, "queries": 32768, "heads": 8}),
     "grid": (["triton", "eager", "flex"], WIDE, {"heads": 8, "kv_heads": 4, "head_dim": 128, "extra": 256}),
+    "grid, a quarter of the queries": (
+        ["hopper", "triton", "eager", "flex"],
+        WIDE,
+        {"heads": 8, "kv_heads": 4, "head_dim": 128, "query_box": ((256, 384), (0, 512))},
+    ),
     "grid, two windows": (["triton", "flex"], WINDOWS, {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128}),
 }
 

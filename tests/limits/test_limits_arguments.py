@@ -143,6 +143,12 @@ VALUES = [
     (lambda: estimated(extra=2), "extra must be 0 unless the call is on a grid, got 2"),
     (lambda: estimated(NEAR), "length must be left out for a call on a grid, got 64"),
     (lambda: estimated(NEAR, length=None, is_causal=True), "is_causal must be left out for .* a grid, got True"),
+    (lambda: estimated(query_box=((0, 1),)), "query_box must be left out unless the call is on a grid"),
+    (lambda: estimated(NEAR, length=None, query_box=3), r"query_box must be \(start, stop\) for each axis .* got 3"),
+    (
+        lambda: estimated(Neighbourhood((8,), 3), length=None, query_box=((0, 1),), queries=1),
+        "query_box must be left out with queries or has_key_start",
+    ),
     (lambda: estimated((NEAR,), length=None), "one for each of the 2 KV heads, got 1"),
     (lambda: estimated(NEAR, length=None, extra=-1), "extra must be an integer of at least 0, got -1"),
 ]

@@ -42,6 +42,11 @@ def _limits(q: Tensor, request: Request) -> str:
     return kernel_limits(q, q.shape[1], request.scale)
 
 
+def _of_keys(q: Tensor, k: Tensor, request: Request) -> str:
+    # Of some cells of a grid q is shorter.
+    return kernel_limits(q, k.shape[1], request.scale)
+
+
 def _hopper_limits(q: Tensor, request: Request) -> str:
     from hilbert_lib.attention.triton.hopper import grid_launch
 
@@ -56,6 +61,7 @@ BACKENDS = (
         colour="#0072B2",
         functions=_hopper_functions,
         limits=_hopper_limits,
+        of_keys=_of_keys,
         here=hopper_here,
         workspace=_workspace,
         options=("part",),
@@ -67,6 +73,7 @@ BACKENDS = (
         colour="#D55E00",
         functions=_plain_functions,
         limits=_limits,
+        of_keys=_of_keys,
         here=lambda q, request: absence(q.device),
         reads_orderings=True,
         workspace=_workspace,

@@ -455,6 +455,22 @@ def test_what_the_kernels_of_boxes_do_not_serve_is_named(given, near, ordering, 
     assert bool(words) == bool(limits)
 
 
+def test_parts_that_backends_do_not_serve_are_named():
+    backends, x = backends_for(HeadNeighbourhoods), WIDE.expand(1, -1, -1, -1)
+
+    def limits(name, near, box=BOX, **fields):
+        part = part_of_box(box, near.shape)._replace(**fields)
+        return backends[name].limits(x, Request(near.of_heads(2), scale=1.0, part=part))
+
+    assert "axis 1 is dilated" in limits("hopper", Neighbourhood((4, 6), 2, dilation=(1, 2)))
+    assert limits("hopper", Neighbourhood((4, 6), 2, dilation=(1, 2)), ((1, 3), (0, 6))) == ""
+    assert "axis 0 goes round" in limits("hopper", Neighbourhood((4, 6), 2, edge=("wrap", "clip")))
+    assert "axis 0 cut a group" in limits("hopper", Neighbourhood((4, 6), 2, stride=2), keys=(range(1, 4), range(6)))
+    assert limits("flex", NEAR) == limits("triton", NEAR) == ""
+    for fields in ({"in_float": True}, {"keys": (range(1, 4), range(6))}, {"queries": (range(1, 2), range(2, 6))}):
+        assert "no part of a grid but a query_box" in limits("flex", NEAR, **fields)
+
+
 def test_a_module_projects_and_serves_every_grid():
     torch.manual_seed(0)
     module = NeighbourhoodAttention(12, 3, window=3, kv_heads=1, edge="clip").double()
