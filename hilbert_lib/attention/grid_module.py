@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import neighbourhood_attention
+from hilbert_lib.attention.api import QueryBox, neighbourhood_attention
+from hilbert_lib.attention.grid_parts import part_of_box
 from hilbert_lib.attention.modules import ProjectedAttention, where_made
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
@@ -64,6 +65,7 @@ class NeighbourhoodAttention(ProjectedAttention):
         self,
         x: Tensor,
         *,
+        query_box: QueryBox | None = None,
         key_padding_mask: Tensor | None = None,
         extra: Tensor | None = None,
         extra_padding_mask: Tensor | None = None,
@@ -73,13 +75,15 @@ class NeighbourhoodAttention(ProjectedAttention):
 
         Args:
             x: (batch, *grid, embed_dim), with 1 to 3 axes of the grid.
+            query_box: (start, stop) for each axis: the cells to return; by default all. Every cell is projected.
             key_padding_mask: (batch, *grid) bool, True = no weight.
             extra: (batch, tokens, embed_dim), tokens that every cell sees besides: text, registers.
             extra_padding_mask: (batch, tokens) bool, True = no weight.
             return_extra: whether extra tokens attend too, to every cell and every extra token (joint attention).
 
         Returns:
-            The output, shaped like x; with return_extra also that of the extra tokens, shaped like extra.
+            The output, shaped like x, or (batch, *box, embed_dim); with return_extra also that of the extra tokens,
+            shaped like extra.
 
         Raises:
             TypeError, ValueError: as `Neighbourhood` and `neighbourhood_attention`; where x is no such tensor.
@@ -104,9 +108,14 @@ class NeighbourhoodAttention(ProjectedAttention):
         if extra is not None:
             extra_q, options["extra_k"], options["extra_v"] = self._project(extra)
             options["extra_q"] = extra_q if return_extra else None
+        box = grid
+        if part := part_of_box(query_box, tuple(grid)):
+            options["query_box"] = query_box
+            q = q.unflatten(1, grid)[:, *(slice(line.start, line.stop) for line in part.rows)]
+            box, q = q.shape[1:-2], q.flatten(1, -3)
         results = neighbourhood_attention(q, k, v, Neighbourhood(tuple(grid), **self.rules), **options)
         out, *extra_out = results if return_extra else (results,)
-        out = self.out_proj(out.flatten(2)).unflatten(1, grid)
+        out = self.out_proj(out.flatten(2)).unflatten(1, box)
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
 
     @property

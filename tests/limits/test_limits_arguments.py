@@ -144,7 +144,7 @@ VALUES = [
     (lambda: estimated(NEAR), "length must be left out for a call on a grid, got 64"),
     (lambda: estimated(NEAR, length=None, is_causal=True), "is_causal must be left out for .* a grid, got True"),
     (lambda: estimated(query_box=((0, 1),)), "query_box must be left out unless the call is on a grid"),
-    (lambda: estimated(NEAR, length=None, query_box=3), r"query_box must be \(start, stop\) for each axis .* got 3"),
+    (lambda: estimated(NEAR, length=None, query_box=((0, 9), (0, 1))), r"query_box\[0\]\[1\] must be .* got 9"),
     (
         lambda: estimated(Neighbourhood((8,), 3), length=None, query_box=((0, 1),), queries=1),
         "query_box must be left out with queries or has_key_start",

@@ -486,9 +486,14 @@ def test_a_module_projects_and_serves_every_grid():
         out = neighbourhood_attention(q, k, v, Neighbourhood(grid, 3, edge="clip"), **options, backend="reference")
         own = module(x, key_padding_mask=hidden, extra=extra)
         torch.testing.assert_close(own, module.out_proj(out.flatten(2)).view_as(x))
+    box = ((2, 3), (0, 4), (1, 3))
+    part = module(x, query_box=box, key_padding_mask=hidden, extra=extra)
+    torch.testing.assert_close(part, own[:, 2:3, :, 1:3], atol=1e-14, rtol=0)
     own.sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     torch.testing.assert_close(torch.compile(module, fullgraph=True)(x), module(x))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, query_box=box), module(x, query_box=box))
     with pytest.raises(ValueError, match=r"x must be \(batch, \*grid, embed_dim\)"):
         module(torch.ones(2, 12))
     with pytest.raises(ValueError, match=r"extra must be \(batch, tokens, embed_dim\) and embed_dim 12, got .*2, 12\)"):
