@@ -19,7 +19,7 @@ from unittest.mock import patch
 import oracle
 import torch
 import torch.distributed as dist
-from cases import BRANCHES, LARGE_RULES, ORDERS, SCALE, expected_on_grid, shape_of
+from cases import BRANCHES, LARGE_RULES, ORDERS, SCALE, drawn_dlse, expected_on_grid, shape_of
 from interpreted import confine
 from torch.utils.checkpoint import checkpoint
 
@@ -160,6 +160,19 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
+class WithGradient(torch.autograd.Function):
+    """(x, gradient) -> a loss whose gradient in x is this one."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _one: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient, None
+
+
 def one_rank_has_no_gradient() -> bool:
     """Whether a rank whose result reaches no loss still gives the others theirs, as one whose gradient is 0."""
     first, call = dist.get_rank() == 0, partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
@@ -171,6 +184,22 @@ def one_rank_has_no_gradient() -> bool:
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def one_rank_differentiates_lse(transport: str) -> bool:
+    """Whether a loss of one rank's lse alone has its gradients on all, with those of out on the others."""
+    rank, pattern = dist.get_rank(), DilatedPattern(*BRANCHES["longer"])
+    q, k, v, dout = (x.double() for x in inputs(8 * dist.get_world_size()))
+    rows = slice(8 * rank, 8 * rank + 8)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = oracle.attention(*whole, pattern)
+    loss = WithGradient.apply(lse[:, :, :8], torch.ones_like(lse[:, :, :8])) + (out * dout)[:, 8:].sum()
+    right = [x[:, rows] for x in torch.autograd.grad(loss, whole)]
+    own = [x[:, rows].clone().requires_grad_() for x in (q, k, v)]
+    out, lse = ring_dilated_attention(*own, pattern, transport=transport, return_lse=True)
+    loss = (out * dout[:, rows]).sum() if rank else WithGradient.apply(lse, torch.ones_like(lse))
+    found = torch.autograd.grad(loss, own)
+    return all(torch.allclose(x, y, rtol=0.0, atol=1e-13) for x, y in zip(found, right, strict=True))
+
+
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
@@ -179,11 +208,14 @@ def compare(
     branches: str | list[str], lengths: list[int], heads: int, transport: str, *, kv_heads: int | None = None,
     batch: int = 2, head_dim: int = 8, offsets: str = "head", mixing: str = "softmax", padding: str = "none",
     dtype: str = "float32", ordering: str = "none", padded: bool = False, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, backend: str = "auto", by_kernel: bool = False, **planning,
+    is_causal: bool = False, scale: float | None = None, backend: str = "auto", by_kernel: bool = False,
+    with_dlse: bool = False, **planning,
 ) -> dict:  # fmt: skip
     """For output, lse and gradients: squared error of this rank's rows and of one process's, against float64.
 
-    Several names of branches are a union. With by_kernel rows are copied and summed by the kernels of a GPU,
+    Several names of branches are a union. with_dlse: the gradients are of lse too.
+
+    With by_kernel rows are copied and summed by the kernels of a GPU,
     interpreted where there is none.
     """
     start = sum(lengths[: dist.get_rank()])
@@ -204,10 +236,11 @@ def compare(
         pattern = Union(tuple(DilatedPattern(*BRANCHES[each], **rules) for each in branches))
         on_one, on_ranks = attend, ring_attend
     options = {"is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
+    dlse = dout.double().sum(-1).transpose(1, 2) if with_dlse else None
 
     whole = partial(on_one, pattern=pattern, key_padding_mask=mask, **options)
-    exact = results(partial(whole, backend="reference"), [x.double() for x in (q, k, v)], dout.double())
-    one = results(partial(whole, backend="eager" if dropout_p else "auto"), (q, k, v), dout)
+    exact = results(partial(whole, backend="reference"), [x.double() for x in (q, k, v)], dout.double(), dlse)
+    one = results(partial(whole, backend="eager" if dropout_p else "auto"), (q, k, v), dout, dlse)
     spec = SPECS[ordering]
     order = spec.ordering(rows.stop - start) if spec and rows.stop > start else None
     own = {"key_padding_mask": None if mask is None else mask[:, rows], "kv_ordering": spec}
@@ -221,7 +254,7 @@ def compare(
             stack.enter_context(by_kernels())
         if backend == "flex" and device().type == "cpu":
             stack.enter_context(_flex_on_the_cpu())
-        mine = results(call, shards, dout[:, rows])
+        mine = results(call, shards, dout[:, rows], dlse if dlse is None else dlse[:, :, rows])
     if order:
         mine[3:] = [order.undo(x, dim=1) for x in mine[3:]]
     return errors_of_rows(mine, one, exact, rows)
@@ -273,13 +306,24 @@ def squared_error(x: torch.Tensor, truth: torch.Tensor) -> float:
     return (x.double() - truth)[truth.isfinite()].square().sum().item()
 
 
-def results(attention, tensors, dout: torch.Tensor) -> list[torch.Tensor]:
+def results(attention, tensors, dout: torch.Tensor, dlse: torch.Tensor | None = None) -> list[torch.Tensor]:
     """out, lse, dq, dk and dv."""
     torch.manual_seed(5)
     leaves = [x.detach().requires_grad_() for x in tensors]
     out, lse = attention(*leaves, return_lse=True)
+    if dlse is None:  # out of a call for it alone, whose ranks send no gradients of lse
+        torch.manual_seed(5)
+        out = attention(*leaves)
     # Not grad(out, leaves, dout), for which torch imports sympy: 0.6 s of every rank.
-    return [out.detach(), lse, *torch.autograd.grad((out * dout).sum(), leaves)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss_of(out, lse, dout, dlse), leaves)]
+
+
+def loss_of(out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """What has dout and dlse as its gradients; that of lse is NaN in rows without keys, where it does not matter."""
+    loss = (out * dout).sum()
+    if dlse is None:
+        return loss
+    return loss + WithGradient.apply(lse, dlse.to(lse).masked_fill(lse == -torch.inf, torch.nan))
 
 
 def inputs(length: int, heads: int = 4, head_dim: int = 8, seed: int = 0, dtype=torch.float32) -> list[torch.Tensor]:
@@ -474,14 +518,16 @@ def shards_of(shape: tuple, parts: list | None = None, cuts: list | None = None,
 
 def compare_on_grid(
     rules: str, heads: str, shards: dict, *, more: str = "nothing", dtype: str = "float32", backend: str = "auto",
-    head_dim: int = 8, by_kernel: bool = False,
+    head_dim: int = 8, by_kernel: bool = False, with_dlse: bool = False,
 ) -> dict:  # fmt: skip
     """For output, lse and gradients: squared error of this rank's rows, and of one process's, against float64.
 
+    with_dlse: the gradients are of lse too.
     With by_kernel rows are copied and summed by the kernels of a GPU, interpreted where there is none.
     """
     dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
-    near, given, dout, masks, *truth = expected_on_grid(rules, heads, more, dtype, head_dim)
+    near, given, dout, masks, *truth = expected_on_grid(rules, heads, more, dtype, head_dim, None, with_dlse)
+    dlse = drawn_dlse(truth[1]) if with_dlse else None
     truth = [*truth[:2], *truth[2]]
     shape, is_union = shape_of(rules), isinstance(near, Union)
     spread = shards_of(shape, **shards)
@@ -499,8 +545,8 @@ def compare_on_grid(
             options["extra_padding_mask"] = masks[1].to(device())
         out, lse = call(*leaves[:3], near, **options)
         wanted = leaves if "extra" in more else leaves[:3]
-        grads = torch.autograd.grad((out * dout[:, own].to(device())).sum(), wanted)
-        return [x.cpu() for x in (out.detach(), lse, *grads)]
+        loss = loss_of(out, lse, dout[:, own].to(device()), dlse if dlse is None else dlse[:, :, own])
+        return [x.cpu() for x in (out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted))]
 
     one = run(attend if is_union else neighbourhood_attention, slice(None))
     with by_kernels() if by_kernel else nullcontext():
@@ -540,7 +586,7 @@ def promises_on_grid() -> dict:
     module = RingNeighbourhoodAttention(NEAR)
     out, lse = module(q, k, v, return_lse=True)
     again = ring_neighbourhood_attention(q, k, v, NEAR, validate=False)
-    found["the module, without validation, gives the same bits"] = torch.equal(out, again) and not lse.requires_grad
+    found["the module, without validation, gives the same bits"] = torch.equal(out, again) and lse.requires_grad
     grads = [torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (out, again)]
     found["gradients are the same bits again"] = all(map(torch.equal, *grads))
     leave = NoGradient.apply if rank == 0 else torch.clone

@@ -451,28 +451,27 @@ class _OnRanks(torch.autograd.Function):
         changing = request.key_padding_mask, request.extra_padding_mask, request.seed
         ctx.save_for_backward(*tensors, out, lse, *rows, *changing)
         ctx.rank_call, ctx.names = rank_call, [tuple(saved) for saved in saved_by_pattern]
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # a gradient of lse would be filled with zeros, and dropped
+        ctx.set_materialize_grads(False)  # a gradient of lse would be filled with zeros
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if reason := unserved_derivative(ctx.rank_call.function, (dout,)):
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if reason := unserved_derivative(ctx.rank_call.function, (dout, dlse)):
             raise RuntimeError(reason)
         saved_tensors = iter(ctx.saved_tensors)
         tensors = Tensors(*(next(saved_tensors) for _ in Tensors._fields))
         out, lse = next(saved_tensors), next(saved_tensors)
         saved_by_pattern = [{name: next(saved_tensors) for name in names} for names in ctx.names]
         dout = torch.zeros_like(out) if dout is None else dout  # the others need this rank all the same
-        return *_Once.apply(dout, *tensors, out, lse, saved_by_pattern, ctx.rank_call), None, None
+        return *_Once.apply(dout, *tensors, out, lse, dlse, saved_by_pattern, ctx.rank_call), None, None
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dout: Tensor, *args) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse, saved_by_pattern, rank_call = args
+        *tensors, out, lse, dlse, saved_by_pattern, rank_call = args
         ctx.function = rank_call.function
-        return tuple(rank_call.gradients(dout, Tensors(*tensors), out, lse, saved_by_pattern))
+        return tuple(rank_call.gradients(dout, Tensors(*tensors), out, lse, dlse, saved_by_pattern))
 
     @staticmethod
     def backward(ctx, *_grads: Tensor) -> None:

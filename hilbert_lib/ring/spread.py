@@ -49,6 +49,7 @@ class SequenceSpread:
 
     planning: dict  # transport, weights and memory_limit, as `plan_ring` takes them
     kv_ordering: OrderingSpec | None  # in which each shard of k and v is stored
+    return_lse: bool
 
     options: ClassVar[frozenset[str]] = frozenset(("transport", "weights", "memory_limit"))
     lengths_vary: ClassVar[bool] = True  # between calls: ranks tell each other
@@ -64,7 +65,7 @@ class SequenceSpread:
                 f"memory_limit must be None for a Union, whose patterns are planned one by one; "
                 f"got {planning['memory_limit']}"
             )
-        return cls(planning, check_spec(options["kv_ordering"]))
+        return cls(planning, check_spec(options["kv_ordering"]), options["return_lse"])
 
     def for_whole(self, k: Tensor) -> dict:
         """The arguments of `attend` on the one rank that there is."""
@@ -91,7 +92,8 @@ class SequenceSpread:
     @property
     def words(self) -> dict[str, object]:
         """The options that ranks must agree on."""
-        return self.planning | {"kv_ordering": self.kv_ordering}
+        # Of return_lse, since a rank computes gradients of others' lse too.
+        return self.planning | {"kv_ordering": self.kv_ordering, "return_lse": self.return_lse}
 
     def expected_lengths(
         self, tensors: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
@@ -127,7 +129,9 @@ class SequenceSpread:
         layout = sequence_layout(*key, group.rank(), tensors.q.device)
         if backend != "auto" and (reason := _refusal_of_parts(*key, backend, tensors.q.device)):
             raise ValueError(f"backend={backend!r} {reason}")
-        return Job(layout, request, backend, needs_gradient(*tensors), self.ordering(tensors.k), ref(group))
+        gradient = needs_gradient(*tensors)
+        lse_gradient = gradient and self.return_lse
+        return Job(layout, request, backend, gradient, self.ordering(tensors.k), ref(group), lse_gradient)
 
 
 @dataclass(frozen=True, eq=False)

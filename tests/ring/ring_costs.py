@@ -137,7 +137,7 @@ def _stand_ins():
         _held = workspace(given, call, "forward", name)
         return q.new_empty(q.shape), q.new_empty(q.transpose(1, 2).shape[:3], dtype=torch.float32)
 
-    def backward(dout, given, out, lse, call, name):
+    def backward(dout, given, out, lse, call, name, dlse):
         _held = workspace(given, call, "backward", name)
         return tuple(x.new_empty(x.shape) for x in given[:3])
 
@@ -199,7 +199,7 @@ def peak_memory_on_grid(shards: dict) -> list[list[int]]:
     def forward(given, request, name):
         return torch.empty_like(given.q), given.q.new_empty(given.q.transpose(1, 2).shape[:3], dtype=torch.float32)
 
-    def backward(dout, given, out, lse, request, name):
+    def backward(dout, given, out, lse, request, name, dlse):
         _delta = torch.empty_like(lse)
         wide = torch.float32 if request.part.in_float else None
         return Tensors(*(torch.empty_like(x, dtype=wide if n in (1, 2) else None) for n, x in enumerate(given)))

@@ -107,8 +107,11 @@ COMPARED = {
         given("longer", [5] * 7 + [2], "auto", heads=8, kv_heads=8, is_causal=True),
     ],
 }
+for cases in COMPARED.values():
+    for n, case in enumerate(cases):
+        case["with_dlse"] = n % 2 == 1
 FLEX = [
-    given(*how, is_causal=is_causal, backend="flex", head_dim=16, dtype="bfloat16")
+    given(*how, is_causal=is_causal, backend="flex", head_dim=16, dtype="bfloat16", with_dlse=not is_causal)
     for *how, is_causal in (
         *(("longer", [20, 17], "all_gather", False), ("sparse", [20, 17], "ring", True)),
         *(("uneven", [20, 17], "all_to_all", False), ("uneven", [20, 17], "all_to_all", True)),
@@ -154,6 +157,7 @@ DISAGREEMENTS = {
     "transport": ({"transport": "all_gather"}, ("transport", "'auto' on rank 0", "'all_gather' on rank 1")),
     "weights": ({"weights": [2, 1]}, ("weights", "None on rank 0", "(2.0, 1.0) on rank 1")),
     "memory_limit": ({"memory_limit": 2**30}, ("memory_limit", "None on rank 0", "1073741824 on rank 1")),
+    "return_lse": ({"return_lse": True}, ("return_lse", "False on rank 0", "True on rank 1")),
     "backend": ({"backend": "flex"}, ("backend='flex'", "needs a CUDA device")),
     "dropout": ({"backend": "sdpa", "dropout_p": 0.1}, ("backend='sdpa'", "no dropout", "not keyed by position")),
 }
@@ -253,6 +257,9 @@ def grouped(some: list[tuple]) -> dict[int, list[dict]]:
     }  # fmt: skip
 
 
+for cases in HALOS.values():
+    for n, case in enumerate(cases):
+        case["with_dlse"] = n % 2 == 1
 LARGE_HALOS = grouped(_LARGE)
 COUNTED_HALOS = grouped(_COUNTED) | {
     3: [
@@ -286,6 +293,12 @@ EXACTLY = {
     "one merge of each result waits for them": (2, "outside_the_side_stream", {}, [ONE_MERGE] * 2),
     "nothing to compute": (2, "nothing_to_compute", {}, [EMPTY] * 2),
     "one rank has no gradient": (2, "one_rank_has_no_gradient", {}, [True] * 2),
+    **{
+        f"one rank has a gradient of lse alone, {transport}": (
+            (2, "one_rank_differentiates_lse", {"transport": transport}, [True] * 2)
+        )
+        for transport in TRANSPORTS
+    },
     "no second derivative": (2, "second_derivative_raises", {}, [True] * 2),
     "what was computed in vain is freed": (2, "ring_headers:what_was_computed_in_vain", {}, [[False], []]),
     "nothing is sent before all agree": (2, "ring_headers:around_the_header", {}, [AGREED] * 2),

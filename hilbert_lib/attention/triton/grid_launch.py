@@ -47,7 +47,7 @@ def backward(
 
     def starts() -> list[Start]:
         launches = [
-            delta_of(dout, out, dlse, delta),
+            delta_of(dout, out, delta, dlse),
             of_queries(inputs, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
             of_keys(dout, inputs, lse, delta, request, grads, extra=False),
         ]
@@ -64,7 +64,7 @@ def _by_row(q: Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
 
-def delta_of(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor) -> Start:
+def delta_of(dout: Tensor, out: Tensor, delta: Tensor, dlse: Tensor | None = None) -> Start:
     """The launch that computes delta, the sum of dout * out over head_dim less dlse, which every gradient needs."""
     batch, seq, heads, head_dim = out.shape
     rows, block = batch * seq * heads, 4096 // block_d(head_dim)

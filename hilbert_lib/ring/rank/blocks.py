@@ -30,6 +30,7 @@ class Job:
     gradient: bool  # whether the backward will run
     ordering: Ordering | None  # in which the shards of k and v are stored
     known_group: "ref[ProcessGroup]"
+    lse_gradient: bool = False  # whether the backward of some rank may be given a gradient of lse
     chosen: dict[Block | None, str] = field(default_factory=dict)  # backends by block; None: of the fused call
 
     @property
@@ -41,7 +42,7 @@ class Job:
         """The backend of a block, or of the fused call, in the backward that of the forward."""
         if block not in self.chosen:
             through_table = self.ordering is not None and block is None  # the rows of a block are gathered anyway
-            how = {"gradient": self.gradient, "through_table": through_table}
+            how = {"gradient": self.gradient, "lse_gradient": self.lse_gradient, "through_table": through_table}
             self.chosen[block] = choose(q, k, call, self.backend, **how)
         return self.chosen[block]
 
@@ -66,14 +67,15 @@ def add_block_gradients(
 ) -> None:  # fmt: skip
     """Adds the gradients of q and kv, from the merged out and lse, to those of all rows among which these are.
 
-    dout and out are shaped like q, and so is lse, with 1 for head_dim. The rest is as for `merge_block`.
+    dout and out are shaped like q, and so is lse, with 1 for head_dim, or 2 where its gradient stands beside it. The
+    rest is as for `merge_block`.
     """
     segments, keys, group = *kv.shape[:2], q.shape[3]
     dout, q, out, lse = map(_dense, (dout, q, out, lse))
     k, v, call, name = _prepared(q, kv, block, job, padding)
     # The operators return out and lse dense, and kernels take them so.
-    dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
-    dq, *grads = operators.attention_backward(dout, Tensors(q, k, v), *dense, call, name)[:3]
+    lse, *dlse = (x.transpose(1, 2).contiguous() for x in lse.unbind(-1))
+    dq, *grads = operators.attention_backward(dout, Tensors(q, k, v), out.contiguous(), lse, call, name, *dlse)[:3]
     add_rows(all_dq, (block.queries,), _by_row(dq, segments, group))
     add_rows(all_dkv, (block.keys,), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3))
 

@@ -21,7 +21,9 @@ class Passes(Protocol):
     def results(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]: ...
 
     @staticmethod
-    def gradients(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: object, saved: Saved) -> Tensors: ...
+    def gradients(
+        dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: object, saved: Saved, dlse: Tensor | None = None
+    ) -> Tensors: ...
 
 
 def by_pattern(tensors: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
@@ -63,16 +65,17 @@ class RankCall:
         return out, lse, saved_by_pattern
 
     def gradients(
-        self, dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, saved_by_pattern: list[Saved]
-    ) -> Tensors:
-        """Gradients of a rank's tensors, from the gradient of its out, and what `results` returned."""
+        self, dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None,
+        saved_by_pattern: list[Saved],
+    ) -> Tensors:  # fmt: skip
+        """Gradients of a rank's tensors, from those of its out and lse, if any, and what `results` returned."""
         if len(self.jobs) == 1:
-            return self.passes.gradients(dout, tensors, out, lse, self.jobs[0], *saved_by_pattern)
+            return self.passes.gradients(dout, tensors, out, lse, self.jobs[0], *saved_by_pattern, dlse)
 
         def gradients() -> Iterator[Tensors]:
             parts = by_pattern(tensors, self.request)
             for (part_tensors, _), job, saved in zip(parts, self.jobs, saved_by_pattern, strict=True):
-                yield self.passes.gradients(dout, part_tensors, out, lse, job, saved)
+                yield self.passes.gradients(dout, part_tensors, out, lse, job, saved, dlse)
 
         return add_patterns(gradients(), tensors)
 

@@ -54,8 +54,10 @@ def results(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tupl
     return out, lse, saved
 
 
-def gradients(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: HaloJob, saved: Saved) -> Tensors:
-    """Gradients of a rank's tensors, from the gradient of its out and what `results` returned; the same bits always.
+def gradients(
+    dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: HaloJob, saved: Saved, dlse: Tensor | None = None
+) -> Tensors:
+    """Gradients of a rank's tensors, from those of its out and lse and what `results` returned; the same bits always.
 
     Gradients of k and v are summed in float32 (float64 for float64): borders, then other ranks, then the interior.
     """
@@ -64,11 +66,13 @@ def gradients(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Hal
     beside = Beside(dout.device)
     if layout.interior:
         request = replace(job.request, part=layout.interior)
-        dq, *grads = operators.attention_backward(dout, tensors, out, lse, request, job.backend)
+        dq, *grads = operators.attention_backward(dout, tensors, out, lse, request, job.backend, dlse)
     with beside:
         border_grads = []
         for border, backend in job.borders:
-            border_grads.append(_border_backward(dout, tensors, out, lse, border, backend, job, received, padding))
+            border_grads.append(
+                _border_backward(dout, tensors, out, lse, dlse, border, backend, job, received, padding)
+            )
         answer = copies.answered(border_grads, received, layout, lse.dtype)
         if layout.travels:
             answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
@@ -102,13 +106,15 @@ def _border_forward(
 
 
 def _border_backward(
-    dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, border: Border, backend: str, job: HaloJob,
-    *received: Tensor | None,
+    dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, border: Border, backend: str,
+    job: HaloJob, *received: Tensor | None,
 ) -> Tensors:  # fmt: skip
     framed, border_request, (dout, out), lse = _framed(
         tensors, border, job.request, *received, by_query=(dout, out), lse=lse
     )
-    return operators.attention_backward(dout, framed, out, lse, border_request, backend)
+    if dlse is not None and border.queries is not None:
+        dlse = dlse.index_select(2, border.queries)
+    return operators.attention_backward(dout, framed, out, lse, border_request, backend, dlse)
 
 
 def _packed(k: Tensor, v: Tensor, job: HaloJob) -> list[Tensor]:

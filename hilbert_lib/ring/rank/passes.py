@@ -47,16 +47,18 @@ def results(tensors: Tensors, job: Job, confirm: Callable[[], None]) -> tuple[Te
     return out, lse, saved
 
 
-def gradients(dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Job, saved: Saved) -> Tensors:
-    """Gradients of a rank's q, k and v, from the gradient of its out, and what `results` returned."""
+def gradients(
+    dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, job: Job, saved: Saved, dlse: Tensor | None = None
+) -> Tensors:
+    """Gradients of a rank's q, k and v, from those of its out and lse, if any, and what `results` returned."""
     q, k, v, *_ = tensors
     beside = Beside(q.device)
-    grads = _fused_backward(dout, q, k, v, out, lse, job)
+    grads = _fused_backward(dout, q, k, v, out, lse, dlse, job)
     if job.layout.is_fused:
         return Tensors(*grads)
     with beside:
         shard = _shard(job.layout, job.ordering, q.device)
-        sums = _beside_backward(dout, q, k, v, out, lse, shard, job, saved)
+        sums = _beside_backward(dout, q, k, v, out, lse, dlse, shard, job, saved)
     shard.add(grads, *sums)
     return Tensors(*grads)
 
@@ -99,17 +101,24 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
 
 
 def _beside_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shard: Shard, job: Job, saved: Saved
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, shard: Shard,
+    job: Job, saved: Saved,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     # All but the fused call: what it adds to the gradients of the touched rows, of q, and of k and v.
     layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
+    if dlse is not None:  # beside lse; what it is in rows without keys never matters
+        seen = dlse.masked_fill(lse == -torch.inf, 0.0)
+        lse_rows = torch.stack([lse, seen], -1).transpose(1, 2)
     by_query = dout, q, out, lse_rows
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
     if exchanging:
-        own_dout, own_out, own_lse = shard.queries(exchanging.rows, dout, out, lse_rows)
+        own_dout, own_out, own_sums = shard.queries(exchanging.rows, dout, out, lse_rows)
+        own_lse, *own_dlse = own_sums.unbind(-1)
         delta = (own_dout.to(lse.dtype) * own_out.to(lse.dtype)).sum(-1)
-        rows = _joined(own_dout, torch.cat([own_lse, delta[..., None]], -1))
+        for x in own_dlse:
+            delta = delta - x
+        rows = _joined(own_dout, torch.stack([own_lse, delta], -1))
         arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
     padding = shard.padding(job.call.key_padding_mask)
     shape = _shape_of_touched(q, job)
@@ -184,7 +193,11 @@ def _exchanged_backward(mail: Mail, arriving: Arriving, saved: Saved, job: Job, 
     received = saved["exchanged"]
     dout, sums = _apart(arriving.wait(), received.shape[-1], dtype)
     lse, delta = sums.unbind(-1)
-    by_query = dout, received[:, :-2], _with_product(dout, delta), lse[..., None]
+    if job.lse_gradient:  # delta is less dlse, and may be all that a row with a dout of 0 has
+        out, sums = torch.zeros_like(dout), torch.stack([lse, -delta], -1)
+    else:
+        out, sums = _with_product(dout, delta), lse[..., None]
+    by_query = dout, received[:, :-2], out, sums
     sums = lse.new_zeros(received.shape)
     padding = _padding(saved, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
@@ -211,12 +224,12 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, T
 
 
 def _fused_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, job: Job
 ) -> tuple[Tensor, Tensor, Tensor]:
     if job.layout.fused is None:
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     k, v, call, name = _fused_call(q, k, v, job)
-    dq, dk, dv = operators.attention_backward(dout, Tensors(q, k, v), out, lse, call, name)[:3]
+    dq, dk, dv = operators.attention_backward(dout, Tensors(q, k, v), out, lse, call, name, dlse)[:3]
     if job.ordering is not None and call.inverse is None:  # k and v came in sequence order
         dk, dv = (job.ordering.apply(x, dim=1) for x in (dk, dv))
     return dq, dk, dv

@@ -90,7 +90,7 @@ def backward(
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
 
     def starts() -> list[Start]:
-        launches = [plain.delta_of(dout, out, dlse, delta)]
+        launches = [plain.delta_of(dout, out, delta, dlse)]
         for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2])):
             stages, b_stages = RINGS[columns_of(q), tensors is of_keys]
             constants = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
