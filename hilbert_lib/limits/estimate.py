@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +17,17 @@ from hilbert_lib import checks
 from hilbert_lib.attention.api import QueryBox
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import backends_for
-from hilbert_lib.attention.choice import is_undone
+from hilbert_lib.attention.choice import choose, is_undone
 from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.attention.grid_parts import part_of_box
+from hilbert_lib.attention.joint import joint_call, joint_refusal
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
 from hilbert_lib.internals import dense_operators, dispatch_mode
 from hilbert_lib.limits.memory import GB, device_or_default
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
@@ -82,6 +85,7 @@ def estimate_memory(
     queries: int | None = None,
     query_box: QueryBox | None = None,
     extra: int = 0,
+    extra_queries: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
     """Peak bytes of one call of attention. Packed documents are not covered.
@@ -101,6 +105,7 @@ def estimate_memory(
         queries: rows of q, the last positions (decoding); by default all.
         query_box: on a grid, the cells of q, as the function takes it; not with queries or has_key_start.
         extra: keys beside those of a grid, which every query sees.
+        extra_queries: queries beside a grid, which see every cell and every extra key.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
 
     Raises:
@@ -124,6 +129,7 @@ def estimate_memory(
     device = device_or_default(device)
     heads, kv_heads = checks.grouped(heads, kv_heads)
     extra = checks.integer("extra", extra, least=0)
+    extra_queries = checks.integer("extra_queries", extra_queries, least=0)
     pattern, part = as_pattern(pattern), None
     if on_grid := pattern.length is not None:
         near = pattern.of_heads(kv_heads)
@@ -139,8 +145,9 @@ def estimate_memory(
             raise ValueError(f"query_box must be left out with queries or has_key_start, got {query_box!r}")
     else:
         length, backends = checks.integer("length", length, least=1), backends_for(pattern)
-        if extra:
-            raise ValueError(f"extra must be 0 unless the call is on a grid, got {extra}")
+        for name, count in (("extra", extra), ("extra_queries", extra_queries)):
+            if count:
+                raise ValueError(f"{name} must be 0 unless the call is on a grid, got {count}")
         if query_box is not None:
             raise ValueError(f"query_box must be left out unless the call is on a grid, got {query_box!r}")
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
@@ -149,7 +156,7 @@ def estimate_memory(
         rows = prod(map(len, part.rows))
     batch = checks.integer("batch", batch, least=1)
     head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
-    if batch * (length + extra) * heads * head_dim > checks.LARGEST_SIZE * LARGEST_HEAD_DIM:
+    if batch * (length + extra + extra_queries) * heads * head_dim > checks.LARGEST_SIZE * LARGEST_HEAD_DIM:
         sizes = f"batch {batch}, length {length}, heads {heads}, head_dim {head_dim}"
         raise ValueError(f"length must be one whose bytes can be counted in 64 bits, got {sizes}")
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")
@@ -207,12 +214,62 @@ def estimate_memory(
         inputs["k, v in sequence order"] = 2 * k.nbytes
         # dk is put back when the rest of the workspace is free again, and dv when the first dk is.
         workspace["dk or dv put back"] = max(0, k.nbytes - sum(workspace.values()))
-    return MemoryEstimate(
-        inputs | outputs | {f"workspace: {name}": size for name, size in workspace.items()},
-        sum(inputs.values()),
-        returned,
-        sum(workspace.values()),
-    )
+    if extra_queries:
+        extra_q = q.new_empty(batch, extra_queries, heads, head_dim)
+        extra_call = _ExtraCall(*joint_call(extra_q, leaves, call), named, direction, device)
+        return extra_call.added(inputs, outputs, sum(workspace.values()))
+    return _estimate(inputs, outputs, workspace)
+
+
+def _estimate(inputs: dict[str, int], outputs: dict[str, int], workspace: dict[str, int]) -> MemoryEstimate:
+    items = inputs | outputs | {f"workspace: {name}": size for name, size in workspace.items()}
+    return MemoryEstimate(items, *(sum(sizes.values()) for sizes in (inputs, outputs, workspace)))
+
+
+class _ExtraCall(NamedTuple):
+    """The call of extra queries, which runs after that of the cells, and backward before it."""
+
+    inputs: Tensors  # on the meta device
+    request: Request
+    named: str  # the backend as the user named it
+    direction: str
+    device: torch.device
+
+    def added(self, inputs: dict[str, int], outputs: dict[str, int], workspace: int) -> MemoryEstimate:
+        """The estimate of both calls, from what that of the cells takes."""
+        q = self.inputs.q
+        batch, rows, heads, _ = q.shape
+        lse = q.new_empty(batch, heads, rows, dtype=WORKING_DTYPE[q.dtype])
+        results = {"extra out": q.nbytes, "extra lse": lse.nbytes}
+        if self.direction == "forward":
+            peak = self._workspace((self.inputs,), sum(results.values()))
+            workspace = max(peak, workspace - sum(results.values()))
+            return _estimate(inputs | {"extra q": q.nbytes}, outputs | results, {"temporary": workspace})
+        grads = sum(x.nbytes for x in self.inputs)  # all of them, while the backward of the cells runs
+        peak = self._workspace((q, self.inputs, q, lse), grads)
+        outputs = outputs | {"dextra q": q.nbytes}
+        workspace = max(grads + peak - sum(outputs.values()), grads - q.nbytes + workspace)
+        inputs = inputs | {"extra q": q.nbytes, "extra dout": q.nbytes, **results}
+        return _estimate(inputs, outputs, {"temporary": workspace})
+
+    def _workspace(self, arguments: tuple, returned: int) -> int:
+        backend = backends_for(AllPairs)[self._backend()]
+        workspace = backend.workspace and backend.workspace(
+            arguments, self.request, self.direction, self.device, returned
+        )
+        if workspace is not None:
+            return sum(workspace.values())
+        return _traced(arguments, self.request, backend, self.direction, self.device) - returned
+
+    def _backend(self) -> str:
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            return self.named
+        q, k = (torch.empty(1, dtype=x.dtype, device=self.device).expand(x.shape) for x in self.inputs[:2])
+        chosen = choose(q, k, self.request, self.named, gradient=self.direction == "backward")
+        if not chosen:
+            refusal = joint_refusal(Tensors(q, k, k), self.request, self.named)
+            raise ValueError(f"backend={self.named!r} {refusal}")
+        return chosen
 
 
 def _serving(

@@ -62,6 +62,8 @@ GRIDS = {
         Neighbourhood((6, 8, 10), (3, 5, 5), edge="clip"),
         {"dtype": torch.float64, "has_key_padding": True, "extra": 5, "batch": 2},
     ),
+    "extra queries": (PLANE, {"extra": 40, "extra_queries": 1500}),
+    "padded, extra queries alone": (OTHER, {"has_key_padding": True, "extra_queries": 30, "kv_heads": 2}),
 }
 
 
@@ -76,6 +78,10 @@ def on_a_grid(near, options, device):
         torch.randn(o["batch"], *each, o["head_dim"], dtype=o["dtype"], device=device).requires_grad_() for each in rows
     ]
     keywords = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False)) | {"backend": o["backend"]}
+    if o.get("extra_queries"):
+        extra_q = leaves[0].new_empty(o["batch"], o["extra_queries"], o["heads"], o["head_dim"]).normal_()
+        keywords["extra_q"] = extra_q.requires_grad_()
+        leaves.append(keywords["extra_q"])
     if o.get("has_key_padding"):
         keywords["key_padding_mask"] = torch.zeros(o["batch"], seq, dtype=torch.bool, device=device)
     if o.get("has_key_start"):
@@ -125,8 +131,9 @@ def predicted_and_measured(pattern, options, direction, device="cpu") -> tuple[i
     if direction == "forward":
         return estimated.peak, measure_peak(forward, device)
     out = attend()
-    dout = torch.ones_like(out)
-    return estimated.peak, measure_peak(lambda: torch.autograd.grad(out, leaves, dout), device)
+    outs = out if isinstance(out, tuple) else (out,)
+    douts = [torch.ones_like(x) for x in outs]
+    return estimated.peak, measure_peak(lambda: torch.autograd.grad(outs, leaves, douts), device)
 
 
 COPIED = pytest.mark.skipif(WITHOUT_INTERNALS, reason="results are then copied, which no estimate counts")

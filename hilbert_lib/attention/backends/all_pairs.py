@@ -66,12 +66,18 @@ def by_one_segment(backend: Backend) -> Backend:
         name=backend.name,
         note=f"the keys by {backend.name!r} as one segment of a sequence; extra keys, too, or by matrix products",
         colour=backend.colour,
-        functions=lambda device: (partial(_forward, backend), partial(_backward, backend)),
+        functions=partial(_functions, backend),
         limits=limits,
         of_keys=of_keys,
         caveat=backend.caveat,
+        workspace=partial(_workspace, backend),
         lse_columns=backend.lse_columns,
     )
+
+
+def _functions(backend: Backend, device: torch.device) -> tuple[Forward, Backward]:
+    of_sequences = backend.functions(device)
+    return partial(_forward, backend, of_sequences), partial(_backward, backend, of_sequences)
 
 
 def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_part: bool = False) -> Request:
@@ -80,38 +86,58 @@ def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_par
     return Request(pattern, scale=request.scale, key_padding_mask=mask, is_part=is_part)
 
 
-def _parts(backend: Backend, inputs: Tensors, request: Request) -> Iterator[_Part]:
+def _parts(backend: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request) -> Iterator[_Part]:
+    # functions: of the backend, on the device.
     q, k, v, extra_k, extra_v = inputs
     has_extra = extra_k is not None and extra_k.shape[1] > 0
     is_part = request.is_part or has_extra
-    forward, backward = backend.functions(q.device)
     k, v, key_request = as_counted(
         q.shape[1], k, v, _request(q, k, request.key_padding_mask, request, is_part), backend.name
     )
-    yield _Part(Tensors(q, k, v), key_request, forward, backward)
+    yield _Part(Tensors(q, k, v), key_request, *functions)
     if not has_extra:
         return
     extra_request = _request(q, extra_k, request.extra_padding_mask, request, is_part)
     k, v, extra_request = as_counted(q.shape[1], extra_k, extra_v, extra_request, backend.name)
-    if backend.refusal(q, extra_request, k):
-        forward, backward = reference.forward_by_rows, reference.backward_by_rows
-    yield _Part(Tensors(q, k, v), extra_request, forward, backward)
+    if backend.refusal_of_sizes(q, k, extra_request):  # the machine is that of the keys
+        functions = reference.forward_by_rows, reference.backward_by_rows
+    yield _Part(Tensors(q, k, v), extra_request, *functions)
 
 
-def _forward(backend: Backend, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    results = [part.forward(part.inputs, part.request) for part in _parts(backend, inputs, request)]
+def _forward(
+    backend: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request
+) -> tuple[Tensor, Tensor]:
+    results = [part.forward(part.inputs, part.request) for part in _parts(backend, functions, inputs, request)]
     return results[0] if len(results) == 1 else merge_patterns(results, inputs.q.dtype)
 
 
 def _backward(
-    backend: Backend, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
-    dlse: Tensor | None = None,
+    backend: Backend, functions: tuple[Forward, Backward], dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor,
+    request: Request, dlse: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     q_dtype = inputs.q.dtype
     dq, grads = None, []
-    for part, keys in zip(_parts(backend, inputs, request), inputs[1::2], strict=False):
+    for part, keys in zip(_parts(backend, functions, inputs, request), inputs[1::2], strict=False):
         part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request, dlse=dlse)
         dq = part_dq if dq is None else dq.to(WORKING_DTYPE[q_dtype]) + part_dq
         grads += [x[:, : keys.shape[1]] for x in (dk, dv)]
     extra = [] if inputs.extra_k is None else [torch.zeros_like(x) for x in inputs[len(grads) + 1 :]]
     return Tensors(dq.to(q_dtype), *grads, *extra)
+
+
+def _workspace(
+    backend: Backend, arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+) -> dict[str, int] | None:
+    # That of the keys, beside the results of both parts; the extra keys are few.
+    if backend.workspace is None:
+        return None
+    inputs = arguments[0] if direction == "forward" else arguments[1]
+    q, k, v, extra_k, _ = inputs
+    own_request = _request(q, k, request.key_padding_mask, request)
+    own_inputs = Tensors(q, k, v)
+    own_arguments = (own_inputs,) if direction == "forward" else (arguments[0], own_inputs, *arguments[2:])
+    keys = backend.workspace(own_arguments, own_request, direction, device, returned)
+    if keys is None or extra_k is None or not extra_k.shape[1]:
+        return keys
+    results = 3 * WORKING_DTYPE[q.dtype].itemsize * q.numel()
+    return keys | {"results of the parts": results}
