@@ -80,7 +80,7 @@ def ring_attend(
         pattern: which keys a query sees, over all tokens: a `DilatedPattern`, a `Neighbourhood` or a tuple of one for
             each KV head, or a `Union` of several.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
-        scale, backend, return_lse: as for `attend`.
+        scale, backend, return_lse: as for `attend`; along a sequence all ranks ask for lse, or none.
         key_padding_mask: (batch, rows) bool, True = no weight, of this rank's tokens.
         is_causal, dropout_p, kv_ordering, transport, weights: for sequences alone, as in `ring_dilated_attention`.
         memory_limit: likewise, and not for a `Union`.
@@ -88,7 +88,7 @@ def ring_attend(
         validate: whether ranks compare their arguments before they send anything, as in these two.
 
     Returns:
-        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), detached.
+        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), differentiable.
 
     Raises:
         TypeError, ValueError: as `attend`, `plan_ring` and `plan_halo`; for a pattern that no ring serves; for
@@ -169,7 +169,7 @@ def ring_dilated_attention(
         transport: "ring", "all_gather", "all_to_all" or "auto", as for `plan_ring`.
         weights, memory_limit: as for `plan_ring`. To run a plan that was made with them, give them here too. One rank
             runs `dilated_attention` under any limit.
-        is_causal, scale, return_lse: as for `dilated_attention`.
+        is_causal, scale, return_lse: as for `dilated_attention`; all ranks ask for lse, or none.
         dropout_p: likewise; the mask is that of a single rank with the first rank's seed.
         key_padding_mask: (batch, rows) bool, True = no weight, for this shard in sequence order.
         kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
@@ -181,7 +181,7 @@ def ring_dilated_attention(
             as long as in the last validated call or, if they were equally long, all of one other length.
 
     Returns:
-        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), detached.
+        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), differentiable.
 
     Raises:
         TypeError, ValueError: as `dilated_attention` and `plan_ring`. With validate, an error on one rank is raised on
@@ -258,7 +258,7 @@ def ring_neighbourhood_attention(
         validate: whether ranks compare their arguments before they send anything: if these differ, all raise.
 
     Returns:
-        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), detached.
+        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), differentiable.
 
     Raises:
         TypeError, ValueError: as `neighbourhood_attention` and `plan_halo`. With validate, an error on one rank is

@@ -1,7 +1,9 @@
 """lse has a gradient: alone and beside that of out, of every pattern, of merged calls; and nobody else pays for it."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import oracle
@@ -176,6 +178,36 @@ def test_halves_of_the_keys_merged_are_the_whole_with_its_gradients(name, dtype)
     right = differentiated(oracle.attending(pattern), [x.double() for x in tensors], dlse)
     assert right[1].isinf().any()
     assert_close(differentiated(merged, tensors, dlse), right, CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+RECIPES = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["sequence", "own"])
+def test_the_recipe_of_a_learned_sink_is_one_more_score_with_its_gradients(name):
+    """Of rows without keys the sink is all."""
+    (code,) = re.findall(r"## A learned sink.*?```python\n(.*?)```", RECIPES, re.S)
+    recipe: dict = {}
+    exec(code, recipe)
+    (*tensors, dout), _ = given(name, torch.float64)
+    sink = torch.linspace(-1, 2, 4, dtype=torch.float64)
+    rows = range(tensors[0].shape[1])
+    times = [oracle.times_seen(PATTERNS[name], rows, len(rows), head // 2, 2) for head in range(4)]
+
+    def by_definition(q, k, v, sink):
+        k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5 + torch.stack(times).log()
+        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v), scores.logsumexp(-1)
+
+    def by_recipe(q, k, v, sink):
+        return recipe["with_sink"](*of_backend(PATTERNS[name], "auto")(q, k, v), sink)
+
+    given_tensors = [*tensors, sink, dout]
+    dlse = torch.randn(2, 4, len(rows), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, right = (differentiated(attention, given_tensors, dlse) for attention in (by_recipe, by_definition))
+    assert_close(found, right, 1e-12)
+    assert attend(*tensors, PATTERNS[name], return_lse=True)[1].isinf().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
