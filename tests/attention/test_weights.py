@@ -23,7 +23,7 @@ from hilbert_lib.patterns.pattern import Pattern
 class EveryThird(Pattern):
     """Keys at a multiple of three from the query, along a sequence."""
 
-    kind: ClassVar[str] = "every_third"
+    kind: ClassVar[str] = "every_third_key"
     options: ClassVar[frozenset[str]] = DilatedPattern.options
 
     step: int = 3
