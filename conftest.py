@@ -1,15 +1,23 @@
-"""The garbage of a collection, and what the notebooks' cells are held to under nbval, also by pytest on one alone."""
+"""How every process collects its garbage, and what the notebooks' cells are held to, also by pytest on one alone."""
 
 import gc
+import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
-# What the modules and the tests make lives to the end: neither the many imports nor the collections of garbage with
+EVIDENCE = Path(__file__).parent / "reports"
+STARTUP = Path(__file__).parent / "tests/startup"
+
+# In this process, in what it starts with its own `sys.path`, and in all else that is started.
+runpy.run_path(str(STARTUP / "sitecustomize.py"))
+sys.path.append(str(STARTUP))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
+# What the modules and the tests made lives to the end: neither the many imports nor the collections of garbage with
 # which measurements of memory begin need to go through it.
 gc.disable()
-
-EVIDENCE = Path(__file__).parent / "reports"
 
 
 @pytest.hookimpl(wrapper=True)

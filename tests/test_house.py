@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import gc
 import importlib
 import inspect
 import re
@@ -282,6 +283,11 @@ def test_no_private_name_crosses_a_module():
 def printed_by(code: str, *options: str) -> str:
     command = [sys.executable, *options, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_what_the_tests_start_collects_garbage_as_they_do():
+    assert printed_by("import gc; print(gc.get_threshold())") == f"{gc.get_threshold()}\n"
+    assert gc.get_threshold()[0] > 10_000, "tests/startup takes a third of the time off many starts"
 
 
 # What a process of its own is started with, for a point or as a rank.
