@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import product
 
 import torch
 import triton
 from held_operands import held_operands, overwritten_tiles, transposed_products
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -286,20 +287,16 @@ def sass_of(kernel) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def of_warp_specialised(kernel) -> dict:
+def of_warp_specialised(kernel, ptxas_log: str) -> dict:
     """How many programs an H100's multiprocessor holds, how often a product waits, and what stands in the loops."""
+    assert "ptxas info" in ptxas_log, "without its words no wait would be counted"
     ptx, sass = kernel.asm["ptx"], sass_of(kernel)
     registers, threads = (int(re.search(rf"\.{size} (\d+)", ptx)[1]) for size in ("maxnreg", "reqntid"))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     # Each loop of a forward from the wait for scores to that for the product with v, held late.
     loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
     return {
         "programs": min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024)),
-        "serialized": told.count("are serialized"),
+        "serialized": ptxas_log.count("are serialized"),
         "exponentials": [loop.count("MUFU.EX2") for loop in loops],
         **held_operands(sass),
     }
@@ -308,7 +305,8 @@ def of_warp_specialised(kernel) -> dict:
 def facts(name: str, architecture: int) -> dict:
     """What a kernel's speed and exactness rest on, and a hash of its PTX."""
     kernel, *rest = kernels_for(architecture)[name]
-    made = compiled(kernel, *rest, architecture)
+    with redirect_stdout(StringIO()) as log:
+        made = compiled(kernel, *rest, architecture)
     ptx = made.asm["ptx"]
     assert "hilbert_lib" not in ptx, "a name of a module in the PTX changes with the module's place"
     return {
@@ -318,7 +316,7 @@ def facts(name: str, architecture: int) -> dict:
         "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
         "overwritten": overwritten_tiles(made.asm["ttgir"]),
         "transposed": transposed_products(made.asm["ttgir"]),
-        **(of_warp_specialised(made) if name.startswith("hopper") else {}),
+        **(of_warp_specialised(made, log.getvalue()) if name.startswith("hopper") else {}),
     }
 
 
@@ -336,6 +334,7 @@ INSTRUCTIONS = re.compile(
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
     triton.knobs.compilation.disable_line_info = True
+    triton.knobs.nvidia.dump_ptxas_log = True  # to standard output
     if sys.argv[1:]:
         architecture, which = int(sys.argv[1]), sys.argv[2]
         names = kernels_for(architecture)
