@@ -36,9 +36,11 @@ from hilbert_lib import (
     ring_attend,
     ring_neighbourhood_attention,
 )
-from hilbert_lib.attention import operators
+from hilbert_lib.attention import api, known_calls, operators
+from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.internals import WITHOUT_INTERNALS
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.all_pairs import AllPairs
 
@@ -121,7 +123,7 @@ def test_on_a_gpu_text_beside_an_image_is_the_oracles(backend, sizes, with_dlse)
     check_joint(near, near.shape, None, torch.bfloat16, backend, extra=extra, extra_queries=extra_queries, **options)
 
 
-def test_it_is_one_graph_is_checkpointed_and_is_known_the_second_time():
+def test_it_is_one_graph_and_is_checkpointed():
     leaves = [x.requires_grad_() for x in drawn().values()]
     hidden = torch.rand(2, 24, generator=torch.Generator().manual_seed(2)) < 0.3
 
@@ -135,9 +137,21 @@ def test_it_is_one_graph_is_checkpointed_and_is_known_the_second_time():
     right = call(*leaves)
     grads = torch.autograd.grad(loss(right), leaves)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for results in (call(*leaves), compiled(*leaves), checkpoint(call, *leaves, use_reentrant=False)):
+    for results in (compiled(*leaves), checkpoint(call, *leaves, use_reentrant=False)):
         torch.testing.assert_close(results, right)
         torch.testing.assert_close(torch.autograd.grad(loss(results), leaves), grads)
+
+
+@pytest.mark.skipif(WITHOUT_INTERNALS, reason="without private names somebody may watch every call")
+def test_a_later_call_of_its_form_is_looked_up_and_another_number_of_extra_queries_is_another_form(monkeypatch):
+    known_calls.forget()
+    validations, original = [], api.validated
+    monkeypatch.setattr(api, "validated", lambda *given, **rest: validations.append(1) or original(*given, **rest))
+    for seed, extra_queries, count in ((0, 5, 1), (1, 5, 1), (2, 6, 2)):
+        tensors = drawn(extra_queries=extra_queries, seed=seed)
+        found = neighbourhood_attention(**tensors, neighbourhood=NEAR, return_lse=True)
+        torch.testing.assert_close(found, oracle.joint_attention(**tensors, pattern=NEAR), atol=1e-12, rtol=0)
+        assert len(validations) == count
 
 
 def test_any_number_of_extra_tokens_is_one_graph():
@@ -301,3 +315,33 @@ def test_extra_tokens_of_a_module_attend_by_its_projections():
 def test_a_ring_refuses_extra_queries_by_name(function):
     with pytest.raises(TypeError, match=f"{function.__name__} serves no extra_q: extra queries see the cells of all"):
         function(*(TENSORS[name] for name in "qkv"), NEAR, extra_q=EXTRA_Q)
+
+
+def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch):
+    # The compiled FlexAttention runs on a GPU alone; here the reference stands in for its forward.
+    def attend_to_all(given, request):
+        times = torch.ones(2, 4, given[0].shape[1], given[1].shape[1], dtype=torch.float64)
+        k, v = (x.repeat_interleave(2, 2) for x in given[1:3])
+        return oracle.softmax_over(given[0], k, v, times, request.scale)
+
+    monkeypatch.setattr(flex, "attend", attend_to_all)
+    inputs, request, gradients = joint_inputs(drawn()), Request(AllPairs(), scale=0.4), []
+    for name in ("flex", "reference"):
+        forward, backward = backends_for(AllPairs)[name].functions(torch.device("cpu"))
+        out, lse = forward(inputs, request)
+        gradients.append(backward(out.sin(), inputs, out, lse, request))
+    for x, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, right, atol=1e-12, rtol=0)
+
+
+def test_auto_passes_over_a_backend_without_a_gradient_of_lse(monkeypatch):
+    # As flash and cuDNN on a GPU have none for the largest head_dims.
+    backends, served = backends_for(AllPairs), []
+    narrow = replace(backends["sdpa"], limits=lambda q, request: "too wide" if q.shape[-1] > 8 else "")
+    monkeypatch.setitem(backends, "sdpa", narrow)
+    original = operators.attention
+    monkeypatch.setattr(operators, "attention", lambda *given: served.append(given[2]) or original(*given))
+    tensors = {name: x.requires_grad_() for name, x in drawn().items()}
+    for return_lse in (False, True):
+        attend(**tensors, pattern=NEAR, return_lse=return_lse, scale=0.123)
+    assert served == ["eager", "sdpa", "eager", "eager"]  # of the cells, then of extra queries
