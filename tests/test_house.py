@@ -44,6 +44,7 @@ FLOORS = {
             "dropout",
             "documents",
             "starts",
+            "aligned",
             "transforms",
             "failures",
             "triton",

@@ -159,6 +159,8 @@ def dilated_attention(
             keys of zeros count from it: q's row t is position query_start + t - key_start, and has output 0 and lse
             -inf where that is below 0. A value is taken into the range of k's rows. Without it a padded sequence lies
             at later positions, and so in other segments, than alone, also where key_padding_mask hides the padding.
+            Where q has all rows, each sequence is moved to row 0 first, which is one copy of q, k, v and out, and any
+            backend serves: those without a key_padding_mask where is_causal. Other calls are those of "eager".
         kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order. On a GPU
             "auto" copies k and v in sequence order first where that costs less than to read through a table.
         cu_seqlens: (documents + 1,) int32 on the device of q: documents lie one after the other in a batch of 1, and

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention import failures
+from hilbert_lib.attention.aligned import aligned_backward, aligned_forward
 from hilbert_lib.attention.backends.backend import Backward, Forward
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import documents
@@ -39,13 +40,14 @@ class Served(NamedTuple):
     forward: Forward
     backward: Backward
     reads_documents: bool
+    aligns: Callable[[Request], bool]  # whether it is given sequences that are padded on the left moved to row 0
 
 
 def served_by(name: str, pattern: Pattern, q: Tensor) -> Served:
     """The backend of that name for a pattern and tensors like q. Raises `KernelError` where its kernels do not load."""
     backend = backends_for(pattern)[name]
     try:
-        return Served(name, *backend.functions(q.device), backend.reads_documents)
+        return Served(name, *backend.functions(q.device), backend.reads_documents, backend.aligns)
     except failures.KernelError as error:
         failures.remember(error, pattern.function, name, q)
         raise
@@ -196,7 +198,10 @@ def _forward_of_each(served: Served, inputs: Tensors, request: Request) -> tuple
 
 def _forward_of_one(served: Served, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     # One document, a batch of sequences, or documents where the backend reads their lengths.
-    out, lse = served.forward(_as_loaded(inputs), request)
+    if served.aligns(request):
+        out, lse = aligned_forward(served.forward, inputs, request)
+    else:
+        out, lse = served.forward(_as_loaded(inputs), request)
     lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
     if _has_zero_keys(request.pattern):
         add_zero_keys(out, lse, request, request.first_query, inputs.k.shape[1], inputs.k.shape[2])
@@ -250,7 +255,10 @@ def _backward_of_each(
 def _backward_of_one(
     served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request
 ) -> tuple[Tensor, ...]:
-    results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)
+    if served.aligns(request):
+        results = aligned_backward(served.backward, dout, inputs, out, lse, request, dlse)
+    else:
+        results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)
     grads = [dout.new_empty(0) if x is None else x.contiguous() for x in results]
     return *grads, *(dout.new_empty(0) for _ in range(len(inputs) - len(grads)))
 

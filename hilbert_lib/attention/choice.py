@@ -14,6 +14,7 @@ from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule, grid_rule
+from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -147,11 +148,12 @@ def _is_through_table(asked: str, q: Tensor, call: Request) -> bool:
 
 
 def _copies_cost_less(asked: str, device: torch.device, call: Request, rows: int) -> bool:
+    if has_starts(call):  # backends that read a table do not read starts, or are given moved sequences
+        return True
     # Whether "auto" has k and v copied in sequence order even for a backend that reads them through a table.
     keys = sum(min(w, rows) / r**2 for w, r in call.pattern.branches)
     is_short = rows < UNDONE_FROM or keys < UNDONE_KEYS
-    decodes = call.query_start is not None or call.query_starts is not None
-    return asked == "auto" and device.type == "cuda" and not decodes and not is_short
+    return asked == "auto" and device.type == "cuda" and call.query_start is None and not is_short
 
 
 def first_that_serves(q: Tensor, k: Tensor, call: Request, names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ Backends that call kernels say their own (`Backend.workspace`).
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib import checks
+from hilbert_lib.attention.aligned import aligned_backward, aligned_forward
 from hilbert_lib.attention.api import QueryBox
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import backends_for
@@ -171,7 +173,9 @@ def estimate_memory(
     starts = torch.empty(batch, dtype=torch.int64, device="meta") if has_key_start else None
     options, named = options | {"pattern": pattern}, backend
     backend = _serving(q, k, padding, starts, device, named, direction == "backward", backends, options)
-    is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)
+    is_gathered = has_kv_ordering and is_undone(
+        named, backend, device, Request(pattern, query_start=start, key_start=starts), rows
+    )
     if on_grid:
         call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding, key_start=starts, part=part)
         if starts is not None:
@@ -201,7 +205,13 @@ def estimate_memory(
     arguments, returned = (leaves,) if direction == "forward" else (q, leaves, q, lse), sum(outputs.values())
     workspace = None
     if serving_backend.workspace:
-        workspace = serving_backend.workspace(arguments, call, direction, device, returned)
+        workspace = serving_backend.workspace(arguments, serving_backend.as_run(call), direction, device, returned)
+        if workspace is not None and serving_backend.aligns(call):
+            # q, k and v at row 0, and the results of these; in the backward dout, out and lse too. Rows are put back
+            # when the workspace is free again.
+            moved = sum(x.nbytes for x in (q, k, k)) + (2 * q.nbytes + lse.nbytes if direction == "backward" else 0)
+            held = max(0, sum(workspace.values()) - returned)
+            workspace = {"of sequences at row 0": held, "sequences at row 0": moved + returned}
     if workspace is None:
         workspace = {"temporary": _traced(arguments, call, serving_backend, direction, device) - returned}
     if direction == "forward" and not on_grid and has_zero_keys(call, length):
@@ -350,6 +360,8 @@ def _inside(operator: Callable, args: tuple) -> int:
 def _traced(arguments: tuple, call: Request, backend: Backend, direction: str, device: torch.device) -> int:
     """Bytes alive at the highest point of a backend written in torch's operators, what it returns included."""
     run = backend.functions(device)[DIRECTIONS.index(direction)]
+    if backend.aligns(call):
+        run = partial(aligned_forward if direction == "forward" else aligned_backward, run)
     tensors = [x for x in (call.seed, call.key_padding_mask, call.key_start) if x is not None]
     with torch.no_grad(), _Alive([x for x in leaves_of(arguments) if x is not None] + tensors, device) as alive:
         results = run(*arguments, call)

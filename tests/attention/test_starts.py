@@ -238,6 +238,41 @@ def test_padding_on_the_left_without_key_start_is_another_function():
     )
 
 
+WINDOWS = Neighbourhood((KEYS,), 6, 2, is_causal=True)
+WHOLE = [("sdpa", True, PATTERN), ("eager", False, PATTERN), ("eager", True, WINDOWS)]
+WHOLE += [("eager", False, Neighbourhood((KEYS,), 6, edge="clip")), ("eager", False, UNIONS["lines"])]
+WHOLE += [("triton", is_causal, PATTERN) for is_causal in (False, True)] * (kernel_mode() == "interpreted")
+WHOLE += [("triton", True, WINDOWS)] * (kernel_mode() == "interpreted")
+
+
+@pytest.mark.parametrize(("backend", "is_causal", "pattern"), WHOLE, ids=str)
+def test_gradients_of_lse_too_are_those_of_each_sequence_alone(backend, is_causal, pattern):
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    options = {"is_causal": is_causal} if pattern is PATTERN else {}
+    if backend != "sdpa":
+        options["key_padding_mask"] = torch.rand(4, KEYS, generator=torch.Generator().manual_seed(1)) < 0.2
+    for starts in ("padded on the left", "unequal caches"):
+        own, queries = starts_of(starts)
+        if starts == "unequal caches" and backend != "eager":
+            continue  # which "eager" serves alone
+        *tensors, dout = drawn(queries, 4, 2, 8, batch=4, keys=KEYS, dtype=dtype)
+        if starts == "padded on the left" and backend != "triton":  # scores of padding overflow exp
+            for b, begin in enumerate(STARTS[starts][1]):
+                for x in (*tensors, dout):
+                    x[b, :begin] = 1e3
+        dlse = torch.randn(4, 4, queries, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        exact = partial(oracle.attention, pattern=pattern, **own, **options)
+        call = partial(attend, pattern=pattern, backend=backend, return_lse=True, **own, **options)
+        found = differentiated(call, (*tensors, dout), dlse)
+        right = differentiated(exact, [x.double() for x in (*tensors, dout)], dlse)
+        assert_close(found, right, 1e-11 if dtype == torch.float64 else 2e-4)
+
+
+@pytest.mark.skipif(kernel_mode() != "interpreted", reason="a GPU's kernels have a test of their own")
+def test_a_table_is_undone_before_sequences_are_moved():
+    check(PATTERN, "triton", torch.float32, "padded on the left", False, {}, order=ORDERS["random"])
+
+
 def test_values_that_change_are_those_of_the_next_call():
     # Tensors of one form: the second call is known, and a compiled one runs the same graph.
     q, k, v = drawn(3, 2, 1, 8, batch=2, keys=KEYS)[:3]
@@ -314,17 +349,24 @@ def test_extra_queries_see_no_row_before_a_sequence():
 
 def test_what_does_not_serve_them_says_so():
     q, k, v = drawn(KEYS, 2, 1, 16, batch=2)[:3]
-    for name, options in (("key_start", {"key_start": ROWS}), ("query_start", {"query_start": ROWS})):
-        explanation = explain_backend(q, k, v, PATTERN, **options)
-        assert explanation.chosen == "eager"
-        for backend in set(BACKENDS) - {"eager", "reference"}:
-            assert f"no {name}" in explanation.reasons[backend]
-            with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve: no {name}"):
-                dilated_attention(q, k, v, PATTERN, backend=backend, **options)
+    explanation = explain_backend(q, k, v, PATTERN, query_start=ROWS)
+    assert explanation.chosen == "eager"
+    for backend in set(BACKENDS) - {"eager", "reference"}:
+        assert "no query_start that is a tensor" in explanation.reasons[backend]
+        with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve: no query_start"):
+            dilated_attention(q, k, v, PATTERN, backend=backend, query_start=ROWS)
+    few = explain_backend(q[:, :2], k, v, PATTERN, query_start=4, key_start=ROWS)
+    assert (few.chosen, "no key_start" in few.reasons["triton"]) == ("eager", True)
+    # A whole sequence is moved to row 0, which dense kernels serve without a mask where it is causal.
+    whole = explain_backend(q, k, v, PATTERN, key_start=ROWS)
+    assert whole.chosen == "eager"
+    assert "no key_start where queries see later keys: no key_padding_mask" in whole.reasons["sdpa"]
+    assert explain_backend(q, k, v, PATTERN, key_start=ROWS, is_causal=True).chosen == "sdpa"
     sizes = {"length": KEYS, "heads": 2, "head_dim": 16, "has_key_start": True, "device": "cuda"}
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="backend='triton' cannot serve: no key_start"):
-            estimate_memory(PATTERN, backend="triton", **sizes)
+            estimate_memory(PATTERN, backend="triton", queries=2, **sizes)
+        assert estimate_memory(PATTERN, backend="triton", **sizes).workspace > 0
 
 
 X = torch.zeros(2, 8, 2, 4)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.aligned import aligned_request, is_alignable
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.internals import compile_time_constant
@@ -65,6 +66,7 @@ class Backend:
     package: str = ""  # its name in `presence`, unless torch or this library brings it
     reads_orderings: bool = False  # through `Request.inverse`; for others k and v are gathered once
     reads_documents: bool = False  # through `Request.cu_seqlens`; others are given one after the other
+    reads_starts: bool = False  # of whole sequences at key_start; for others each is moved to row 0 where that is exact
     caveat: str = ""  # what it lacks that the reference has
     workspace: Workspace | None = None  # it, or what it returns, is None where memory is found on meta tensors
     options: tuple[str, ...] = ()  # later ones of a call that it serves
@@ -74,11 +76,23 @@ class Backend:
         """Why it cannot serve a call, or "" where it can. k: may be left out where it has the shape of q."""
         refused = self.refusal_whatever_the_keys(q, call)
         if not refused and not is_exporting():
-            refused = self.of_keys(q, q if k is None else k, call)
+            refused = self.of_keys(q, q if k is None else k, self.as_run(call))
         return refused
+
+    def aligns(self, call: Request) -> bool:
+        """Whether it is given sequences that are padded on the left moved to row 0."""
+        return not self.reads_starts and is_alignable(call)
+
+    def as_run(self, call: Request) -> Request:
+        """The request of which it is asked: `aligned_request` where it is given moved sequences."""
+        return aligned_request(call) if self.aligns(call) else call
 
     def refusal_whatever_the_keys(self, q: Tensor, call: Request) -> str:
         """The part of `refusal` that does not hang on how many keys and KV heads there are."""
+        if self.aligns(call):
+            refused = self.refusal_whatever_the_keys(q, aligned_request(call))
+            is_of_mask = call.key_padding_mask is None and refused.startswith("no key_padding_mask")
+            return f"no key_start where queries see later keys: {refused}" if is_of_mask else refused
         if refused := self._refusal_of_options(call):
             return refused
         if self.package and (absent := presence.absence(self.package)):
@@ -96,6 +110,7 @@ class Backend:
 
     def refusal_of_sizes(self, q: Tensor, k: Tensor, call: Request) -> str:
         """The part of `refusal` that does not hang on the machine."""
+        call = self.as_run(call)
         return self._refusal_of_options(call) or self.limits(q, call) or self.of_keys(q, k, call)
 
     def _refusal_of_options(self, call: Request) -> str:

@@ -204,6 +204,7 @@ BACKENDS = (
         note="dense masks: memory grows with length squared",
         colour="#AA4499",
         functions=lambda device: (forward, backward),
+        reads_starts=True,
         options=("part", *STARTS),
     ),
     Backend(
