@@ -18,6 +18,7 @@ joint          queries beside a grid, which see every cell and every extra key
 grid_module    attention on grids as a layer
 explain        which backend serves a call
 weights        the weights with which some queries attend, and to which keys
+dtensors       DTensors as q, k and v, split by batch or heads
 transforms     transforms of torch that have no rule here, refused by name
 registration   a function and its gradient as torch operators
 autograd       one validated call by one backend, and how autograd runs it

@@ -10,10 +10,12 @@ from torch import Tensor
 from hilbert_lib.attention import known_calls, operators
 from hilbert_lib.attention.autograd import needs_gradient, served_by, unwatched_forward
 from hilbert_lib.attention.choice import is_undone, serving
+from hilbert_lib.attention.dtensors import results_of_ranks
 from hilbert_lib.attention.failures import KernelError, first_that_compiles
 from hilbert_lib.attention.joint import extra_attention
 from hilbert_lib.attention.known_calls import KnownCall
 from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Tensors, without_tensors
+from hilbert_lib.attention.transforms import is_dtensor
 from hilbert_lib.attention.validation import as_cast, as_pattern, validated
 from hilbert_lib.checks import suggesting, unscripted
 from hilbert_lib.internals import is_watched
@@ -313,8 +315,12 @@ def computed(
 
     door: what makes a pattern of the argument, or refuses it.
     """
-    form = None
-    if not torch.compiler.is_compiling() and not is_watched((q, k, v, extra_q, *options.values())):
+    form, tensors = None, (q, k, v, extra_q, *options.values())
+    is_plain = not torch.compiler.is_compiling() and not is_watched(tensors)
+    if not is_plain and any(map(is_dtensor, tensors)):
+        options |= {"backend": backend, "return_lse": return_lse, "kv_ordering": kv_ordering, "extra_q": extra_q}
+        return results_of_ranks(computed, {"q": q, "k": k, "v": v}, door(pattern), options)
+    if is_plain:
         form_options = {**options, "kv_ordering": kv_ordering, "extra_q": extra_q, "return_lse": return_lse}
         form = known_calls.form_of((q, k, v), pattern, door, backend, form_options)
         if known_call := known_calls.known(form):

@@ -1,5 +1,6 @@
 """Transforms of torch that attention has no rule for, each refused in words that name it."""
 
+import sys
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -22,6 +23,12 @@ def refuse_tracers(*tensors: object, name: str = "attention") -> None:
                 f"{name} is not traced by torch.fx.symbolic_trace, whose tensors have no shapes: use torch.export or "
                 "make_fx of torch.fx.experimental.proxy_tensor, or make its module a leaf of the tracer"
             )
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether x is a DTensor; torch.distributed is not loaded for the answer."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def unserved_derivative(name: str, tensors: Iterable[Tensor | None]) -> str | None:

@@ -10,7 +10,7 @@ from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.attention.grid_parts import part_of_box
 from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
 from hilbert_lib.attention.starts import check_starts
-from hilbert_lib.attention.transforms import refuse_tracers
+from hilbert_lib.attention.transforms import is_dtensor, refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, number, positive
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.ordering import Ordering
@@ -172,8 +172,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     refuse_tracers(q, k, v)
     for name, x in {"q": q, "k": k, "v": v}.items():
         dense_tensor(name, x)
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
+        check_axes(name, x)
+        if is_dtensor(x):
+            raise TypeError(f"{name} must be a tensor of this rank, got a DTensor: x.to_local() gives its part")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
     uncast = q, k, v
@@ -199,6 +200,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     if k.shape[2] < 1 or heads % k.shape[2]:
         raise ValueError(f"k must have a number of heads, at least 1, that divides q's {heads}, got {k.shape[2]}")
     return q, k, v
+
+
+def check_axes(name: str, x: Tensor) -> None:
+    """Raise ValueError unless a tensor has the axes of q, k and v."""
+    if x.dim() != 4:
+        raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
 
 
 def dtype_in_words(uncast: Tensor, cast: Tensor) -> str:

@@ -157,6 +157,23 @@ class DilatedPattern(Pattern):
         self.check_heads(kv_heads)
         return self
 
+    def of_head_range(self, heads: range, kv_heads: int) -> Self:
+        """The pattern itself, where head n of these has the branches and offsets of head n of so many heads.
+
+        >>> DilatedPattern((4, 8), (1, 2)).of_head_range(range(2, 4), kv_heads=4).offsets
+        'head'
+        """
+        if self.mixing == "softmax" or len(heads) == kv_heads:
+            numbers, count = range(len(self.branches)), len(heads)
+            own = [[self.offset(n, head, kv_heads) for n in numbers] for head in heads]
+            if own == [[self.offset(n, head, count) for n in numbers] for head in range(count)]:
+                return self
+        raise ValueError(
+            f"heads {heads.start} to {heads.stop - 1} of {kv_heads} cannot be split off: with offsets={self.offsets!r} "
+            f"and mixing={self.mixing!r} they have other offsets or branches than {len(heads)} heads alone; "
+            "offsets='zero' and 'branch' with mixing='softmax' serve"
+        )
+
     def head_parts(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
         """The branches of a KV head."""
         return self.head_branches(kv_head, kv_heads)

@@ -282,6 +282,10 @@ class HeadNeighbourhoods(Pattern):
         first = self.by_head[0]
         return first if all(near == first for near in self.by_head) else self
 
+    def of_head_range(self, heads: range, kv_heads: int) -> Self:
+        """The neighbourhoods of some KV heads."""
+        return HeadNeighbourhoods(self.by_head[heads.start : heads.stop])
+
     def of_heads(self, kv_heads: int) -> Self:
         """The pattern itself; ValueError where it has another number of KV heads."""
         if len(self.by_head) != kv_heads:

@@ -57,6 +57,12 @@ class Pattern:
         """The pattern without its number of KV heads, where all heads see the same keys."""
         return self
 
+    def of_head_range(self, heads: range, kv_heads: int) -> "Pattern":
+        """The pattern of some KV heads, one after the other, counted from 0; ValueError where there is none."""
+        if type(self).mask is Pattern.mask and type(self).head_parts is Pattern.head_parts:  # all heads are alike
+            return self
+        raise ValueError(f"pattern must be of one kind that can be split by heads, got a {self.noun}")
+
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether each query attends to each key: bool, of positions (...) int64 that broadcast."""
         raise NotImplementedError(f"{type(self).__name__} has no attends")

@@ -69,6 +69,10 @@ class Union(Pattern):
         """The union of the patterns without their number of KV heads."""
         return Union(tuple(pattern.of_any_heads() for pattern in self.patterns))
 
+    def of_head_range(self, heads: range, kv_heads: int) -> Self:
+        """The union of the patterns of some KV heads."""
+        return Union(tuple(pattern.of_head_range(heads, kv_heads) for pattern in self.patterns))
+
     def head_parts(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
         """The parts of all patterns for a KV head: part i of pattern n of N is i * N + n."""
         count = len(self.patterns)

@@ -1,0 +1,95 @@
+"""DTensors as q, k and v: every rank attends with the sequences and heads that it holds, and nothing is sent.
+
+The results are DTensors placed as q is. A split of the sequence is a ring's work, and a pattern whose heads differ is
+split where each rank's heads have a pattern of their own: windows by head do, offsets by head where rates divide them.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.transforms import is_dtensor
+from hilbert_lib.attention.validation import check_axes
+from hilbert_lib.patterns.pattern import Pattern
+
+BATCH, HEADS = 0, 2  # dimensions of q, k and v
+AS_Q = ("extra_q", "extra_k", "extra_v")  # the options that are placed as q is
+BY_BATCH = ("key_padding_mask", "extra_padding_mask", "query_start", "key_start")  # those that have no heads
+HINT = "x.redistribute() places it anew, x.to_local() is this rank's part, and ring_attend splits a sequence"
+
+
+def results_of_ranks(
+    run: Callable, tensors: dict[str, Tensor], pattern: Pattern, options: dict
+) -> Tensor | tuple[Tensor, ...]:
+    """The results of `run`, on this rank's part of the arguments, as DTensors.
+
+    run: (*tensors, pattern, **options) -> one tensor, or a tuple of several, of which those of 3 dimensions are lse.
+    tensors: q, k and v. Raises TypeError or ValueError, on all ranks alike, unless all tensors are DTensors, of which
+    ranks compute their own parts alone.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    q = tensors["q"]
+    if not is_dtensor(q):
+        raise TypeError(
+            f"q must be a DTensor, as another tensor is, got {type(q).__name__}: x.to_local() is a plain one"
+        )
+    mesh, placements = q.device_mesh, q.placements
+    splits = [place.dim if type(place) is Shard else None for place in placements]
+    if any(not isinstance(place, Shard | Replicate) for place in placements) or {*splits} - {BATCH, HEADS, None}:
+        allowed = "replicated, or split by batch, Shard(0), or heads, Shard(2)"
+        raise ValueError(f"q must be a DTensor that is {allowed}; got {placements}: {HINT}")
+    of_batch = tuple(Shard(0) if split == BATCH else Replicate() for split in splits)
+
+    def local(name: str, x: Tensor, expected: tuple) -> Tensor:
+        if not is_dtensor(x):
+            raise TypeError(f"{name} must be a DTensor, as q is, got {type(x).__name__}: distribute_tensor makes one")
+        if x.device_mesh != mesh or x.placements != expected:
+            where = "" if x.device_mesh == mesh else " on another mesh"
+            raise ValueError(f"{name} must be placed by {expected}, as q is, got {x.placements}{where}: {HINT}")
+        return x.to_local()
+
+    local_tensors = []
+    for name, x in tensors.items():
+        check_axes(name, x)
+        local_tensors.append(local(name, x, placements))
+    local_options = dict(options)
+    for name, x in options.items():
+        if name in AS_Q + BY_BATCH and isinstance(x, Tensor):
+            local_options[name] = local(name, x, placements if name in AS_Q else of_batch)
+        elif isinstance(x, Tensor):
+            raise ValueError(f"{name} must be None where q is a DTensor, got a tensor of shape {tuple(x.shape)}")
+    if options.get("dropout_p"):
+        got = f"got {options['dropout_p']}"
+        raise ValueError(f"dropout_p must be 0.0 where q is a DTensor, whose ranks would drop the same places; {got}")
+    by_heads = [axis for axis, split in enumerate(splits) if split == HEADS]
+    pattern = _local_pattern(pattern, tensors["k"].shape[HEADS], [mesh.size(n) for n in by_heads], [
+        mesh.get_local_rank(n) for n in by_heads
+    ])  # fmt: skip
+    results = run(*local_tensors, pattern, **local_options)
+
+    def whole(x: Tensor) -> Tensor:
+        heads = 1 if x.dim() == 3 else HEADS  # of lse (batch, heads, queries), and of outputs
+        shape = [*x.shape]
+        shape[0], shape[heads] = q.shape[BATCH], q.shape[HEADS]
+        own = [Shard(heads) if split == HEADS else place for split, place in zip(splits, placements, strict=True)]
+        strides = tuple(prod(shape[n + 1 :]) for n in range(len(shape)))
+        return DTensor.from_local(x, mesh, own, run_check=False, shape=torch.Size(shape), stride=strides)
+
+    return tuple(map(whole, results)) if isinstance(results, tuple) else whole(results)
+
+
+def _local_pattern(pattern: Pattern, kv_heads: int, counts: list[int], numbers: list[int]) -> Pattern:
+    # The pattern of the heads that this rank holds. counts, numbers: of the parts along each axis of the mesh that
+    # splits heads, and this rank's; an earlier axis splits first.
+    parts, number = prod(counts), 0
+    for count, own in zip(counts, numbers, strict=True):
+        number = number * count + own
+    if kv_heads % parts:
+        raise ValueError(f"k must have a number of heads that the {parts} ranks of Shard(2) divide, got {kv_heads}")
+    pattern, size = pattern.of_heads(kv_heads), kv_heads // parts
+    # Of every rank: all raise, or none.
+    patterns = [pattern.of_head_range(range(n * size, (n + 1) * size), kv_heads) for n in range(parts)]
+    return patterns[number]
