@@ -61,6 +61,7 @@ FLOORS = {
             "registration",
             "operators",
             "validation",
+            "dtensors",
             "joint",
             "known_calls",
             "api",
