@@ -198,7 +198,7 @@ def _forward_of_each(served: Served, inputs: Tensors, request: Request) -> tuple
 
 def _forward_of_one(served: Served, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     # One document, a batch of sequences, or documents where the backend reads their lengths.
-    if served.aligns(request):
+    if request.key_start is not None and served.aligns(request):
         out, lse = aligned_forward(served.forward, inputs, request)
     else:
         out, lse = served.forward(_as_loaded(inputs), request)
@@ -255,7 +255,7 @@ def _backward_of_each(
 def _backward_of_one(
     served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request
 ) -> tuple[Tensor, ...]:
-    if served.aligns(request):
+    if request.key_start is not None and served.aligns(request):
         results = aligned_backward(served.backward, dout, inputs, out, lse, request, dlse)
     else:
         results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)

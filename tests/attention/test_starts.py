@@ -25,6 +25,7 @@ from hilbert_lib import (
     neighbourhood_attention,
 )
 from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import OFFSET_RULES, PADDING_RULES
 from hilbert_lib.patterns.neighbourhood import EDGES
@@ -42,6 +43,7 @@ STARTS = {
     "padded, prefilled": ((0, 0, 3, 1), (2, 0, 9, 4), 11),
 }
 PATTERN = DilatedPattern((6, 24), (1, 4))
+FILLED = DilatedPattern((6, 24), (1, 4), padding="zeros")
 ROWS = torch.tensor([2, 7])
 
 
@@ -367,6 +369,71 @@ def test_what_does_not_serve_them_says_so():
         with pytest.raises(ValueError, match="backend='triton' cannot serve: no key_start"):
             estimate_memory(PATTERN, backend="triton", queries=2, **sizes)
         assert estimate_memory(PATTERN, backend="triton", **sizes).workspace > 0
+
+
+ON_GPU = (torch.float32, torch.bfloat16, torch.float16), ("eager", "auto", "triton", "sdpa"), STARTS, (False, True)
+ON_GPU += ((False, True), (PATTERN, FILLED, WINDOWS))
+
+
+def is_served(dtype=None, backend="auto", starts="a number alone", is_causal=True, has_mask=False, pattern=PATTERN):
+    """Whether a backend serves such a call on a GPU."""
+    whole = STARTS[starts][2] == KEYS
+    if pattern is WINDOWS and (is_causal or backend == "sdpa"):  # a window says itself whether it is causal
+        return False
+    if backend == "triton":
+        return whole or starts == "a number alone"
+    return backend != "sdpa" or (whole and is_causal and not has_mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", list(AllPairs(list(map(list, ON_GPU)), filter_func=lambda case: is_served(*case))), ids=str
+)
+def test_on_a_gpu_unequal_sequences_are_each_attended_to_alone(case):
+    dtype, backend, starts, is_causal, has_mask, pattern = case
+    options = {} if pattern is WINDOWS else {"is_causal": is_causal}
+    check(pattern, backend, dtype, starts, has_mask, options, (4, 2), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", [PATTERN, WINDOWS], ids=str)
+def test_one_captured_graph_serves_every_step_and_the_host_never_waits(pattern):
+    q, k, v = (x.cuda() for x in drawn(1, 4, 2, 16, batch=2, keys=KEYS)[:3])
+    options = {"is_causal": True} if pattern is PATTERN else {}
+    starts = {"query_start": torch.tensor([3, 9], device="cuda"), "key_start": torch.tensor([0, 4], device="cuda")}
+    run = partial(attend, q, k, v, pattern, **starts, **options)
+    with torch.no_grad():
+        run()
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        graph, out = captured(run)
+        for first, begin in (((5, 12), (2, 7)), ((22, 0), (1, 0)), ((30, 4), (0, 9))):
+            starts["query_start"].copy_(torch.tensor(first))
+            starts["key_start"].copy_(torch.tensor(begin))
+            graph.replay()
+            expected, _ = oracle.attention(q, k, v, pattern, **starts, **options)
+            assert_close([out], [expected], 1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_padded_prefill_and_its_backward_never_wait():
+    q, k, v = (x.cuda().bfloat16().requires_grad_() for x in drawn(KEYS, 4, 4, 16, batch=2)[:3])
+    begins = torch.tensor([0, 4], device="cuda")
+
+    def run():
+        torch.autograd.grad(dilated_attention(q, k, v, PATTERN, is_causal=True, key_start=begins).sum(), (q, k, v))
+
+    run()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 X = torch.zeros(2, 8, 2, 4)
