@@ -41,6 +41,10 @@ FUNCTIONS = {  # name in errors, the function of one tensor
     "stored in an ordering": ("dilated_attention", lambda x: dilated_attention(X, x, x, PATTERN, kv_ordering=HILBERT)),
     "neighbourhood": ("neighbourhood_attention", lambda x: neighbourhood_attention(x, x, x, NEAR)),
     "extra keys": ("neighbourhood_attention", lambda x: neighbourhood_attention(X, X, X, NEAR, extra_k=X, extra_v=x)),
+    "extra queries": (
+        "neighbourhood_attention( with extra_q)?",
+        lambda x: neighbourhood_attention(X, X, X, NEAR, extra_q=x)[1],
+    ),
 }
 MODULES = {
     "DilatedAttention": (DilatedAttention(PATTERN), [X, X, X]),
