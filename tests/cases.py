@@ -143,12 +143,11 @@ def drawn_dlse(lse: Tensor) -> Tensor:
 
 
 def _call(pattern, backend: str, **options) -> Callable:
-    # A pattern's attention as a function of q, k, v and extra keys; it gives out and lse.
+    # A pattern's attention as a function of q, k, v, extra keys and a bias; it gives out and lse.
     attend = dilated_attention if isinstance(pattern, DilatedPattern) else neighbourhood_attention
 
-    def call(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
-        extra_keys = dict(zip(("extra_k", "extra_v"), extra, strict=True)) if extra else {}
-        return attend(q, k, v, pattern, backend=backend, return_lse=True, **extra_keys, **options)
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, pattern, backend=backend, return_lse=True, **oracle.named(rest), **options)
 
     return call
 
@@ -156,7 +155,7 @@ def _call(pattern, backend: str, **options) -> Callable:
 def attended(
     tensors: Sequence[Tensor], pattern, backend: str, dlse: Tensor | None = None, **options
 ) -> tuple[Tensor, ...]:
-    """out, lse and the gradients of q, k, v and of extra keys, if any; tensors: these and the gradient of out."""
+    """out, lse and the gradients of q, k, v, of extra keys and of a bias; tensors: these and the gradient of out."""
     return differentiated(_call(pattern, backend, **options), tensors, dlse)
 
 
@@ -305,6 +304,7 @@ ORDERS = {
 }
 STORED = (*ORDERS, "box")  # or row by row, q some of the cells alone
 MORE = ("nothing", "extra", "padding", "extra and padding")
+BIASED = (*MORE, "bias", "bias, extra and padding")
 JOINT = "extra queries, keys and padding"
 # Grids of several tiles of a GPU, as `RULES` has them.
 LARGE_RULES = {
@@ -334,17 +334,17 @@ def every_rule(sizes: dict) -> list[tuple]:
     return [rules_of(sizes, *options) for options in product(*OPTIONS) if _is_possible(*options)]
 
 
-def pairs_of_options(*axes) -> list[tuple]:
+def pairs_of_options(*axes, more: tuple = MORE) -> list[tuple]:
     """Small cases, as `check_on_grid` takes them, in which every two values of the options and of other axes meet."""
     cases = AllPairs(
-        [*map(list, (*OPTIONS, HEADS, STORED, (*MORE, JOINT), *axes))], filter_func=lambda case: _is_possible(*case)
+        [*map(list, (*OPTIONS, HEADS, STORED, (*more, JOINT), *axes))], filter_func=lambda case: _is_possible(*case)
     )
     return [(rules_of(SMALL, *case[:5]), *case[5:]) for case in cases]
 
 
-def grids_in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
+def grids_in_pairs(*axes, more: tuple = MORE, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
     """Cases, as `check_on_grid` takes them, in which every two values of the rules and of other axes meet."""
-    cases = AllPairs([list(axis) for axis in (RULES, HEADS, STORED, MORE, *axes)])
+    cases = AllPairs([list(axis) for axis in (RULES, HEADS, STORED, more, *axes)])
     marked = [pytest.param(case, marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", marked, ids=lambda case: "-".join(map(str, case)))
 
@@ -390,7 +390,10 @@ def expected_on_grid(
     rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int, query_box: tuple | None = None,
     with_dlse: bool = False,
 ) -> tuple:  # fmt: skip
-    """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64. with_dlse: as `expected`."""
+    """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64. with_dlse: as `expected`.
+
+    A bias is float32, as a parameter is beside q in half precision, or with extra keys of the dtype.
+    """
     near = neighbourhoods(rules, heads)
     shape = shape_of(rules)
     batch, count, kv_heads = (2, 4, 2) if heads == GROUPED_WINDOWS else HEADS[heads]
@@ -402,15 +405,24 @@ def expected_on_grid(
     seq, extra = _cells(shape), EXTRA if "extra" in more else 0
     queries = seq if query_box is None else prod(stop - start for start, stop in query_box)
     given = [draw(queries, count), *(draw(rows, kv_heads) for rows in (seq, seq, extra, extra))]
+    if "bias" in more:
+        bias = torch.randn(count, *bias_sides(near), generator=generator, dtype=torch.float64)
+        given.append(bias.to(dtype if "extra" in more else torch.promote_types(dtype, torch.float32)))
     dout = draw(queries, count)
     padding = torch.rand(batch, seq, generator=generator) < 0.4 if "padding" in more else None
-    extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if more == "extra and padding" else None
+    extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if "extra and padding" in more else None
     hidden = {"key_padding_mask": padding, "extra_padding_mask": extra_padding}
     exact = attending(near, scale=SCALE * head_dim**-0.5, query_box=query_box, **hidden)
     tensors = [x.double() for x in (*given, dout)]
     dlse = drawn_dlse(exact(*tensors[:-1])[1]) if with_dlse else None
     out, lse, *grads = differentiated(exact, tensors, dlse)
     return near, given, dout, (padding, extra_padding), out, lse, grads
+
+
+def bias_sides(near: Neighbourhood | tuple[Neighbourhood, ...]) -> tuple[int, ...]:
+    """Entries of a table of bias along each axis."""
+    by_head = near if isinstance(near, tuple) else (near,)
+    return tuple(2 * max(windows) - 1 for windows in zip(*(each.window for each in by_head), strict=True))
 
 
 def box_in(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -447,16 +459,16 @@ def check_on_grid(
         "scale": SCALE * head_dim**-0.5,
         "key_padding_mask": padding,
     }
-    tensors = [ordered(x) for x in given[:3]]
+    rest = slice(3 if "extra" in more else 5, None)  # of extra keys and a bias
+    tensors = [*(ordered(x) for x in given[:3]), *given[rest]]
     if "extra" in more:
-        tensors += given[3:]
         options["extra_padding_mask"] = None if masks[1] is None else masks[1].to(device)
     run = attended if gradients else out_and_lse
     if with_dlse:
         options["dlse"] = ordered(drawn_dlse(lse), dim=2)
     found = run([x.to(device) for x in (*tensors, ordered(dout))], near, backend, **options)
     assert found[0].dtype == dtype
-    right = [ordered(out), ordered(lse, dim=2), *(ordered(x) for x in grads[:3]), *grads[3:]]
+    right = [ordered(out), ordered(lse, dim=2), *(ordered(x) for x in grads[:3]), *grads[rest]]
     _assert_right(found, right[: len(found)], dtype, rtol=TOLERANCE[dtype][2] / 10)
 
 

@@ -59,15 +59,17 @@ def attention(
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, queries, heads, head_dim) and lse (batch, heads, queries), float64, differentiable.
 
     Every query sees each extra key once. Masks are True where a key is hidden. Where query_start is a tensor, or
     key_start is given, each sequence is attended to by itself: `attention_of_unequal`.
-    query_box: (start, stop) for each axis of a grid; q holds these cells, row by row.
+    query_box: (start, stop) for each axis of a grid; q holds these cells, row by row. bias: (heads, 2 * window - 1
+    along each axis), added to scaled scores by relative position.
     """
     if isinstance(query_start, Tensor) or key_start is not None:
-        options = {"is_causal": is_causal, "scale": scale}
+        options = {"is_causal": is_causal, "scale": scale, "bias": bias}
         batched = {"key_padding_mask": key_padding_mask, "extra_k": extra_k, "extra_v": extra_v}
         batched["extra_padding_mask"] = extra_padding_mask
         return attention_of_unequal(q, k, v, pattern, query_start, key_start, batched, options)
@@ -99,7 +101,12 @@ def attention(
         all_times.append(times.new_tensor(zeros).view(kv_heads, queries, 1).expand(batch, -1, -1, -1))
     keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
     times = torch.cat(all_times, -1).repeat_interleave(group, 1)
-    return softmax_over(q, keys, values, times, head_dim**-0.5 if scale is None else scale)
+    added = None
+    if bias is not None:
+        cells = rows if query_box is None else cells_of_box(query_box, shape_of(pattern))
+        added = torch.zeros(times.shape[1:], dtype=torch.float64, device=q.device)
+        added[:, :, :length] = bias_of(pattern, bias.double(), cells, group)
+    return softmax_over(q, keys, values, times, head_dim**-0.5 if scale is None else scale, added)
 
 
 def joint_attention(
@@ -189,19 +196,30 @@ def weights(q: Tensor, k: Tensor, pattern, *, extra_k: Tensor | None = None, **o
 
 
 def attending(pattern, **options) -> Callable:
-    """`attention` with this pattern, as a function of q, k, v and, if there are any, extra_k and extra_v."""
+    """`attention` with this pattern, as a function of q, k, v, then extra_k and extra_v, if any, and a bias, if any."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
-        extra_keys = dict(zip(("extra_k", "extra_v"), extra, strict=True)) if extra else {}
-        return attention(q, k, v, pattern, **extra_keys, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, pattern, **named(rest), **options)
 
     return attend
 
 
-def softmax_over(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """out and lse of queries that see each key so many times: (batch, heads, queries, keys)."""
+def named(rest: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The tensors with gradients besides q, k and v by their names: extra keys, if any, and then a bias, if any."""
+    names = ("extra_k", "extra_v", "bias") if len(rest) > 1 else ("bias",)
+    return dict(zip(names, rest, strict=False))
+
+
+def softmax_over(
+    q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of queries that see each key so many times: (batch, heads, queries, keys).
+
+    bias: (heads, queries, keys), added to the scaled scores.
+    """
     is_empty = (times == 0).all(-1, keepdim=True)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + (times + is_empty).log()
+    scores = scores if bias is None else scores + bias
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1) * ~is_empty, v)
     return out, scores.logsumexp(-1).masked_fill(is_empty[..., 0], -torch.inf)
 
@@ -294,6 +312,70 @@ def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: b
             ranks = [j % m for j in ranks] if edge == "wrap" else [j for j in ranks if 0 <= j < m]
         seen.append({line[j] for j in ranks})
     return seen
+
+
+def places_along(
+    cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str, sides: int
+) -> list[dict[int, int]]:
+    """Of each cell of an axis the cells that it sees, each with its entry of a table of bias with so many sides."""
+    centre, places = sides // 2, []
+    for x in range(cells):
+        line = list(range(x % dilation, cells, dilation))
+        i, m = line.index(x), len(line)
+        group = i - i % stride
+        if is_causal:
+            begin = max(min(group + stride - 1, m - 1) - window + 1, 0)
+        else:
+            begin = min(group + stride // 2, m - 1) - window // 2
+            if edge == "shift":
+                begin = max(min(begin, m - window), 0)
+        of_cell = {}
+        for place in range(window):
+            j = begin + place
+            entry = j - i + centre
+            if edge == "wrap":
+                j %= m
+            if 0 <= j < m and not (is_causal and j > i):
+                of_cell[line[j]] = entry
+        places.append(of_cell)
+    return places
+
+
+@cache
+def entries_of(near, sides: tuple[int, ...]) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Of each cell of a grid the cells that it sees, row by row, each with its entry of a table with these sides."""
+    rules = zip(near.shape, near.window, near.dilation, near.stride, near.is_causal, near.edge, sides, strict=True)
+    lines = [places_along(*axis) for axis in rules]
+    entries = []
+    for cell in product(*map(range, near.shape)):
+        found = []
+        for seen in product(*(line[x].items() for line, x in zip(lines, cell, strict=True))):
+            position = 0
+            for (key, _), side in zip(seen, near.shape, strict=True):
+                position = position * side + key
+            found.append((position, tuple(entry for _, entry in seen)))
+        entries.append(found)
+    return entries
+
+
+def bias_of(pattern, bias: Tensor, cells, group: int) -> Tensor:
+    """What a table of bias (heads, entries along each axis) adds to scores: (heads, queries, keys).
+
+    cells: those of the queries. group: query heads of a KV head.
+    """
+    heads, sides = len(bias), tuple(bias.shape[1:])
+    by_head = getattr(pattern, "by_head", pattern)
+    by_head = by_head if isinstance(by_head, tuple) else (by_head,) * (heads // group)
+    added = []
+    for head in range(heads):
+        seen = entries_of(by_head[head // group], sides)
+        pairs = [(row, key, entry) for row, cell in enumerate(cells) for key, entry in seen[cell]]
+        at_rows, at_keys, at_entries = zip(*pairs, strict=True)
+        values = bias[head][tuple(torch.tensor(at_entries, device=bias.device).T)]
+        places = torch.tensor(at_rows, device=bias.device), torch.tensor(at_keys, device=bias.device)
+        length = len(seen)
+        added.append(bias.new_zeros(len(cells), length).index_put(places, values))
+    return torch.stack(added)
 
 
 @cache

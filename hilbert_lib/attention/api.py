@@ -50,6 +50,7 @@ def attend(
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -65,7 +66,7 @@ def attend(
         key_padding_mask: (batch, keys) bool, True = no weight.
         is_causal, dropout_p, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in `dilated_attention`.
         query_start, key_start: for sequences and grids of one axis, as in `dilated_attention`.
-        ordering, query_box, extra_q, extra_k, extra_v, extra_padding_mask: for grids alone, as in
+        ordering, query_box, extra_q, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
             `neighbourhood_attention`.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
@@ -109,6 +110,7 @@ def attend(
         extra_k=extra_k,
         extra_v=extra_v,
         extra_padding_mask=extra_padding_mask,
+        bias=bias,
         backend=backend,
         return_lse=return_lse,
     )
@@ -231,14 +233,15 @@ def neighbourhood_attention(
     extra_v: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention of each cell of a grid of 1 to 3 axes over a window around it (Hassani et al., arXiv 2204.07143).
 
-    Differentiable once in q, k, v and all extra tensors, by autograd and not by torch.func. A query without keys has
-    output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees. What a backend
-    cannot read as it lies in memory is copied once.
+    Differentiable once in q, k, v, all extra tensors and the bias, by autograd and not by torch.func. A query without
+    keys has output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees. What a
+    backend cannot read as it lies in memory is copied once.
 
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid, or of some.
@@ -259,6 +262,11 @@ def neighbourhood_attention(
             There need not be as many as extra queries.
         key_padding_mask: (batch, seq) bool, True = no weight, for extra queries too.
         extra_padding_mask: (batch, extra) bool, True = no weight.
+        bias: (heads, 2 * w_1 - 1, ..., 2 * w_n - 1), added to scaled scores by relative position, with w the window as
+            given, or the largest of all heads: w - 1 along an axis is the query itself, and each key further on the
+            next entry; with dilation d each d cells, and where an edge is "wrap" on through it. Extra keys and extra
+            queries have none. The dtype of q or float32 (float64 for float64); autocast leaves it as it is, and its
+            gradient has its dtype. The gradient is the same bits every time.
         backend: "auto", or one that must serve, extra queries too: see `explain_backend`.
         return_lse: whether to return lse too.
 
@@ -278,6 +286,8 @@ def neighbourhood_attention(
     torch.Size([1, 6, 1, 2])
     >>> neighbourhood_attention(x[:, 3:], x, x, Neighbourhood((2, 3), 2), query_box=((1, 2), (0, 3))).shape
     torch.Size([1, 3, 1, 2])
+    >>> neighbourhood_attention(x, x, x, Neighbourhood((2, 3), 2), bias=torch.zeros(1, 3, 3)).shape
+    torch.Size([1, 6, 1, 2])
     >>> text = torch.ones(1, 4, 1, 2)
     >>> image, text = neighbourhood_attention(
     ...     x, x, x, Neighbourhood((2, 3), 2), extra_q=text, extra_k=text, extra_v=text
@@ -303,6 +313,7 @@ def neighbourhood_attention(
         extra_v=extra_v,
         key_padding_mask=key_padding_mask,
         extra_padding_mask=extra_padding_mask,
+        bias=bias,
         backend=backend,
         return_lse=return_lse,
     )
@@ -376,7 +387,7 @@ def _of_known_call(known_call: KnownCall, inputs: Tensors, options: dict) -> tup
         extra_k, extra_v = options.get("extra_k"), options.get("extra_v")
         if extra_k is None:
             extra_k = extra_v = k.new_empty(k.shape[0], 0, *k.shape[2:])
-        inputs = Tensors(q, k, v, extra_k, extra_v)
+        inputs = Tensors(q, k, v, extra_k, extra_v, options.get("bias"))
     request = known_call.request
     if known_call.masks:
         request = replace(request, **{name: options[argument] for name, argument in known_call.masks.items()})

@@ -299,7 +299,7 @@ def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def empty_gradients(dout: Tensor, inputs: tuple, part: GridPart | list[int] | None) -> tuple[Tensor, ...]:
     """Gradients without values. part: as a request has it, or as numbers of which the last says the same."""
-    grads = [dout.new_empty(0 if x is None else x.shape) for x in inputs]
+    grads = [dout.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
     if part and part[-1]:
         grads[1:3] = [x.to(WORKING_DTYPE[x.dtype]) for x in grads[1:3]]
     return tuple(grads)

@@ -37,7 +37,7 @@ def joint_call(extra_q: Tensor, inputs: Tensors, request: Request) -> tuple[Tens
     """The inputs and the request of extra queries, from those of the cells, which may be stored in any order."""
     padding = padding_with_starts(request, inputs.k)
     masks = {"key_padding_mask": padding, "extra_padding_mask": request.extra_padding_mask}
-    return Tensors(extra_q, *inputs[1:]), Request(AllPairs(), scale=request.scale, **masks)
+    return inputs._replace(q=extra_q, bias=None), Request(AllPairs(), scale=request.scale, **masks)
 
 
 def joint_refusal(inputs: Tensors, request: Request, name: str) -> str:

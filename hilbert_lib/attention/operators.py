@@ -105,6 +105,8 @@ def _arguments(request: Request) -> tuple:
         request.slots,
         request.query_starts,
         request.key_start,
+        request.has_bias,
+        request.bias_gradient,
         _permutation(request.ordering),
     )
 
@@ -198,7 +200,7 @@ register(
     "attention",
     function_of=_function_of_request,
     inputs={"Tensor q": "dq", "Tensor k": "dk", "Tensor v": "dv"}
-    | {"Tensor? extra_k": "dextra_k", "Tensor? extra_v": "dextra_v"},
+    | {"Tensor? extra_k": "dextra_k", "Tensor? extra_v": "dextra_v", "Tensor? bias": "dbias"},
     request=_REQUEST,
     forward=_forward_operator,
     backward=_backward_operator,
@@ -215,7 +217,7 @@ def pair_count(request: Request, shapes: tuple) -> int:
     """Pairs of a query and a key that attend in one call, over all batches and query heads.
 
     Where sequences begin at rows that the device alone knows, it is the most that may attend.
-    shapes: of q, k, v and of extra_k and extra_v, which are None where there are none.
+    shapes: of q, k, v and of extra_k, extra_v and bias, which are None where there are none.
     """
     if isinstance(request.pattern, Union):
         total = 0

@@ -25,6 +25,18 @@ class Tensors(NamedTuple):
     v: Tensor
     extra_k: Tensor | None = None  # (batch, extra, kv_heads, head_dim), keys that every query sees; extra may be 0
     extra_v: Tensor | None = None
+    # (heads, entries along each axis), added to scaled scores: q's dtype or the working one
+    bias: Tensor | None = None
+
+    @property
+    def extra(self) -> tuple[Tensor | None, Tensor | None]:
+        """The extra keys and their values."""
+        return self.extra_k, self.extra_v
+
+    @property
+    def with_rows(self) -> tuple[Tensor | None, ...]:
+        """Those with a row for each query or key: all but the bias."""
+        return self[:5]
 
 
 class Ends(NamedTuple):
@@ -72,6 +84,9 @@ class Request:
     # Of sequences that begin at rows which only the device knows: see `starts.py`.
     query_starts: Tensor | None = None  # (batch,) int32 or int64: query_start of each
     key_start: Tensor | None = None  # (batch,) likewise: the row of k at which each begins
+    # What a choice hangs on besides, on grids.
+    has_bias: bool = False  # whether there is a bias
+    bias_gradient: bool = False  # whether there is one, and a gradient of anything may follow
 
     @property
     def first_query(self) -> int:
@@ -105,6 +120,7 @@ class Request:
 # The tensors of a request, each of them or None, for autograd; a function of C, since every call asks twice.
 TENSORS = tuple(field.name for field in fields(Request) if field.type == Tensor | None)
 tensors_of = attrgetter(*TENSORS)
+BIAS = ("has_bias", "bias_gradient")  # the fields that say of a bias
 ARGUMENTS = {"query_starts": "query_start"}  # those that users give by another name
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.attention.grid_parts import part_of_box
@@ -38,6 +39,7 @@ DEFAULTS = {
     "extra_k": None,
     "extra_v": None,
     "extra_padding_mask": None,
+    "bias": None,
 }
 
 
@@ -101,8 +103,12 @@ def validated(
         extra_k, extra_v = _checked_extra(k, dtype_in_words(k_given, k), options["extra_k"], options["extra_v"])
         check_mask("extra_padding_mask", options["extra_padding_mask"], extra_k)
         extra_padding_mask = options["extra_padding_mask"] if extra_k.shape[1] else None
+    bias = options["bias"]
+    if bias is not None:
+        _check_bias(q, dtype_in_words(q_given, q), pattern, bias)
     check_mask("key_padding_mask", key_padding_mask, k)
     check_backend(backend, pattern)
+    inputs = Tensors(q, k, v, extra_k, extra_v, bias)
     request = Request(
         pattern,
         is_causal=options["is_causal"],
@@ -117,8 +123,10 @@ def validated(
         query_starts=query_starts,
         key_start=options["key_start"],
         part=part,
+        has_bias=bias is not None,
+        bias_gradient=bias is not None and needs_gradient(*inputs),
     )
-    return Tensors(q, k, v, extra_k, extra_v), request
+    return inputs, request
 
 
 def as_pattern(pattern: object) -> Pattern:
@@ -280,6 +288,22 @@ def _checked_ordering(ordering: object, cells: int, part: GridPart | None) -> Or
     if part and ordering.kind not in ROWS:
         raise ValueError(f"ordering must be None with query_box, whose cells lie row by row; got {ordering!r}")
     return None if ordering.kind in ROWS else ordering
+
+
+def _check_bias(q: Tensor, q_dtype: str, pattern: HeadNeighbourhoods, bias: object) -> None:
+    # q_dtype: in words, for errors. Autocast leaves a bias as it is: a parameter stays float32 beside q in half
+    # precision.
+    refuse_tracers(bias)
+    dense_tensor("bias", bias)
+    shape = (q.shape[2], *pattern.bias_sides)
+    if bias.shape != shape:
+        allowed = f"(heads, 2 * window - 1 along each axis) = {shape}"
+        raise ValueError(f"bias must be {allowed}, got shape {tuple(bias.shape)}")
+    if bias.device != q.device:
+        raise ValueError(f"bias must be on the device of q ({q.device}), got {bias.device}")
+    working = WORKING_DTYPE[q.dtype]
+    if bias.dtype not in (q.dtype, working):
+        raise TypeError(f"bias must have the dtype of q ({q_dtype}) or be {working}, got {bias.dtype}")
 
 
 def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:

@@ -18,8 +18,8 @@ from hilbert_lib import checks
 from hilbert_lib.patterns.pattern import Pattern, Specification
 
 EDGES = ("shift", "clip", "wrap")
-# Arguments of `attend` that patterns on grids take besides those of every kind.
-ON_GRIDS = frozenset(("ordering", "query_box", "extra_q", "extra_k", "extra_v", "extra_padding_mask"))
+# Arguments of `attend` that patterns on grids take besides those of every kind. A bias is of neighbourhoods alone.
+ON_GRIDS = frozenset(("ordering", "query_box", "extra_q", "extra_k", "extra_v", "extra_padding_mask", "bias"))
 ON_LINES = ON_GRIDS | {"query_start", "key_start"}  # of one axis
 
 
@@ -77,6 +77,17 @@ class Axis:
             ahead = ahead % count
         in_window = (ahead >= 0) & (ahead < self.window) & (query % self.dilation == key % self.dilation)
         return in_window & (key_rank <= rank) if self.is_causal else in_window
+
+    def distance(self, query: Tensor, key: Tensor) -> Tensor:
+        """Ranks from each query to each key that it attends to, along its window: of cells that broadcast.
+
+        A window that goes round is walked on past the end. Of other pairs the numbers say nothing.
+        """
+        (rank, _), (key_rank, count) = self.ranks(query), self.ranks(key)
+        if self.edge != "wrap":
+            return key_rank - rank
+        start = self.start(query)
+        return start + (key_rank - start) % count - rank
 
     def keys(self, cell: Tensor) -> Tensor:
         """The cells that one cell () attends to: (n,) int64, ascending."""
@@ -293,6 +304,26 @@ class HeadNeighbourhoods(Pattern):
                 f"neighbourhood must hold one for each of the {kv_heads} KV heads, got {len(self.by_head)}"
             )
         return self
+
+    @property
+    def bias_sides(self) -> tuple[int, ...]:
+        """Entries of a table of bias along each axis: 2 * w - 1, of the largest window w as given."""
+        return tuple(2 * max(windows) - 1 for windows in zip(*(near.window for near in self.by_head), strict=True))
+
+    def bias_entries(self, queries: Tensor, keys: Tensor, *, kv_head: int) -> Tensor:
+        """The entry of a flat table of bias for each pair that attends: int64 of positions that broadcast.
+
+        Of other pairs it is any entry.
+
+        >>> near = HeadNeighbourhoods((Neighbourhood((4,), 3),))
+        >>> near.bias_entries(torch.tensor(0), torch.arange(3), kv_head=0).tolist()
+        [2, 3, 4]
+        """
+        cells = zip(torch.unravel_index(queries, self.shape), torch.unravel_index(keys, self.shape), strict=True)
+        entries = 0
+        for axis, side, pair in zip(self.by_head[kv_head].axes, self.bias_sides, cells, strict=True):
+            entries = entries * side + (axis.distance(*pair) + side // 2).clamp(0, side - 1)
+        return entries
 
     def mask(
         self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False

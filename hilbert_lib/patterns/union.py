@@ -58,8 +58,8 @@ class Union(Pattern):
 
     @property
     def options(self) -> frozenset[str]:
-        """Arguments of `attend` that all parts take."""
-        return frozenset.intersection(*(pattern.options for pattern in self.patterns))
+        """Arguments of `attend` that all parts take, but for a bias: each part would need one of its own."""
+        return frozenset.intersection(*(pattern.options for pattern in self.patterns)) - {"bias"}
 
     def of_heads(self, kv_heads: int) -> Self:
         """The union of the patterns for this number of KV heads."""

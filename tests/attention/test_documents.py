@@ -62,7 +62,7 @@ def test_no_document_has_tokens(lengths):
 def test_it_is_one_operator_that_compiles_checkpoints_and_counts_flop():
     tensors = [x.requires_grad_() for x in drawn(TOTAL, 2, 1, 4)[:3]]
     request = Request(PATTERN, True, 0.5, cu_seqlens=CU, max_seqlen=12)
-    given = *tensors, None, None, *operators._arguments(request), "eager"
+    given = *tensors, None, None, None, *operators._arguments(request), "eager"
     torch.library.opcheck(torch.ops.hilbert_lib.attention.default, given)
     attend = partial(dilated_attention, pattern=PATTERN, is_causal=True)  # "auto", which is sdpa
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

@@ -88,7 +88,7 @@ def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_par
 
 def _parts(backend: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request) -> Iterator[_Part]:
     # functions: of the backend, on the device.
-    q, k, v, extra_k, extra_v = inputs
+    q, k, v, extra_k, extra_v, *_ = inputs
     has_extra = extra_k is not None and extra_k.shape[1] > 0
     is_part = request.is_part or has_extra
     k, v, key_request = as_counted(
@@ -117,11 +117,12 @@ def _backward(
 ) -> Tensors:  # fmt: skip
     q_dtype = inputs.q.dtype
     dq, grads = None, []
-    for part, keys in zip(_parts(backend, functions, inputs, request), inputs[1::2], strict=False):
+    parts = _parts(backend, functions, inputs, request)
+    for part, keys in zip(parts, (inputs.k, inputs.extra_k), strict=False):
         part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request, dlse=dlse)
         dq = part_dq if dq is None else dq.to(WORKING_DTYPE[q_dtype]) + part_dq
         grads += [x[:, : keys.shape[1]] for x in (dk, dv)]
-    extra = [] if inputs.extra_k is None else [torch.zeros_like(x) for x in inputs[len(grads) + 1 :]]
+    extra = [] if inputs.extra_k is None else [torch.zeros_like(x) for x in inputs.extra[len(grads) - 2 :]]
     return Tensors(dq.to(q_dtype), *grads, *extra)
 
 
@@ -132,7 +133,7 @@ def _workspace(
     if backend.workspace is None:
         return None
     inputs = arguments[0] if direction == "forward" else arguments[1]
-    q, k, v, extra_k, _ = inputs
+    q, k, v, extra_k, *_ = inputs
     own_request = _request(q, k, request.key_padding_mask, request)
     own_inputs = Tensors(q, k, v)
     own_arguments = (own_inputs,) if direction == "forward" else (arguments[0], own_inputs, *arguments[2:])

@@ -37,6 +37,8 @@ NOT_SERVED = {  # what a backend says that does not serve a later option
     "part": "computes no part of a grid",
     "query_starts": "no query_start that is a tensor: it would have to read it on the device",
     "key_start": "no key_start: it would have to read it on the device",
+    "has_bias": "adds no bias to scores",
+    "bias_gradient": "has no gradient beside a bias",
 }
 SPREADS = "a NaN in a masked key reaches other rows of its segment"
 

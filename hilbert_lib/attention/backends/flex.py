@@ -95,7 +95,7 @@ def attend(
 def _laid_out(given: Tensors, orders: tuple[Ordering, Ordering] | None) -> Iterator[Tensor]:
     # q, k and v as the mask has their rows; extra keys come after the others. A generator: nothing but the call holds
     # the copies, which are as large as q, k and v.
-    q, k, v, extra_k, extra_v = given
+    q, k, v, extra_k, extra_v, *_ = given
     q_order, kv_order = orders or (None, None)
     for x, extra, order in ((q, None, q_order), (k, extra_k, kv_order), (v, extra_v, kv_order)):
         if order is not None:
@@ -182,7 +182,7 @@ def _workspace(given: tuple, request: Request, direction: str, device: torch.dev
 
 def _copies_and_lists(tensors: Tensors, request: Request) -> tuple[int, int, int]:
     # Bytes of copies of q, k and v; lists of blocks, one for each head or one for all; and the keys of a list.
-    q, k, _, extra_k, _ = tensors
+    q, k, _, extra_k, *_ = tensors
     heads = q.shape[2]
     if isinstance(request.pattern, DilatedPattern):  # in residue order
         return q.nbytes + 2 * k.nbytes, heads, q.shape[1]

@@ -69,7 +69,7 @@ def _mask_of_sequences(given: Tensors, request: Request, block_size: int) -> Fle
 
 
 def _blocks_with_padding(given: Tensors, request: Request, block_size: int) -> "BlockMask":
-    q, k, _, extra_k, _ = given
+    q, k, _, extra_k, *_ = given
     padded = request.key_padding_mask is not None or request.extra_padding_mask is not None
     if isinstance(request.pattern, HeadNeighbourhoods):
         group = q.shape[2] // k.shape[2]

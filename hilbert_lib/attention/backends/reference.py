@@ -9,7 +9,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.grid_parts import as_returned, cells_of, padding_of
-from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.request import BIAS, WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts, lengths_of, positions_of
 from hilbert_lib.patterns.pattern import Pattern
 
@@ -26,6 +26,16 @@ class _Head(NamedTuple):
     v: Tensor  # (batch, keys, head_dim)
     masks: list[Tensor]  # of each part, which keys a query sees: (batch, 1, queries, keys) bool
     dropout_factors: list[Tensor]  # of each part: (batch, group, queries, keys)
+    bias_entries: Tensor | None  # of the grid's keys: (batch or 1, queries, keys of k), of a flat table
+    bias: Tensor | None  # (group, entries)
+
+    def scores(self, scale: float) -> Tensor:
+        """Scaled scores with their bias, of keys that are seen or not: (batch, group, queries, keys)."""
+        scores = torch.einsum("bqhd,bkd->bhqk", self.q, self.k) * scale
+        if self.bias is None:
+            return scores
+        extra = scores.shape[-1] - self.bias_entries.shape[-1]
+        return scores + torch.nn.functional.pad(self.bias[:, self.bias_entries].transpose(0, 1), (0, extra))
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -66,7 +76,7 @@ def _forward(inputs: Tensors, request: Request, chunks: list[slice], weighted_su
     lse = out.new_zeros(q.shape[0], q.shape[2], q.shape[1])
     for rows in chunks:
         for head in _heads(inputs, request, rows):
-            scores = torch.einsum("bqhd,bkd->bhqk", head.q, head.k) * request.scale
+            scores = head.scores(request.scale)
             # The multiset union: the keys once for each part, one after the other.
             scores = torch.cat([scores.masked_fill(~mask, -torch.inf) for mask in head.masks], dim=-1)
             own_lse = scores.logsumexp(-1)
@@ -91,13 +101,15 @@ def _backward(
             own_lse = lse[:, head.heads, rows]
             if dlse is not None:
                 delta = delta - dlse[:, head.heads, rows]
-            scores = torch.einsum("bqhd,bkd->bhqk", head.q, head.k) * request.scale
+            scores = head.scores(request.scale)
             dscores, dv = 0.0, 0.0
             for mask, factor in zip(head.masks, head.dropout_factors, strict=True):
                 probabilities = _probabilities(scores, own_lse, mask)
                 dv = dv + torch.einsum("bhqk,bqhd->bkd", probabilities * factor, own_dout)
                 dprobabilities = torch.einsum("bqhd,bkd->bhqk", own_dout, head.v) * factor
                 dscores = dscores + probabilities * (dprobabilities - delta[..., None])
+            if head.bias is not None:
+                grads.bias[head.heads] += _summed_by_entry(dscores, head).reshape(grads.bias[head.heads].shape)
             grads.q[:, rows, head.heads] = torch.einsum("bhqk,bkd->bqhd", dscores, head.k) * request.scale
             dk = torch.einsum("bhqk,bqhd->bkd", dscores, head.q) * request.scale
             for key_grad, extra_grad, both in ((grads.k, grads.extra_k, dk), (grads.v, grads.extra_v, dv)):
@@ -134,6 +146,11 @@ def _heads(inputs: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
             masks.append(mask[:, None].expand(batch, 1, -1, -1) & ~hidden)
             factor = _dropout_factor(request, part, queries, keys, batch, query_heads, dtype)
             dropout_factors.append(factor.expand(batch, group, *mask.shape[1:]))
+        entries = bias = None
+        if inputs.bias is not None:
+            pairs = queries.clamp(min=0)[:, :, None], keys.clamp(min=0)[:, None]
+            entries = pattern.bias_entries(*pairs, kv_head=kv_head)
+            bias = inputs.bias[query_heads].to(dtype).flatten(1)
         yield _Head(
             kv_head,
             query_heads,
@@ -142,6 +159,8 @@ def _heads(inputs: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
             v[:, :, kv_head].to(dtype),
             masks,
             dropout_factors,
+            entries,
+            bias,
         )
 
 
@@ -177,6 +196,20 @@ def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask & lse[..., None].ne(-torch.inf), (scores - lse[..., None]).exp(), 0.0)
 
 
+def _summed_by_entry(dscores: Tensor, head: _Head) -> Tensor:
+    # The gradient of a flat table of bias: (group, entries). Sorted pairs are summed in one order, which index_add_ on
+    # CUDA does not keep.
+    entries = head.bias_entries
+    dscores = dscores[..., : entries.shape[-1]]
+    if len(entries) == 1:
+        dscores = dscores.sum(0, keepdim=True)
+    pairs = dscores.transpose(0, 1).flatten(1)
+    flat = entries.flatten()
+    order = flat.argsort(stable=True)
+    ends = torch.searchsorted(flat[order], torch.arange(head.bias.shape[1] + 1, device=flat.device))
+    return torch.segment_reduce(pairs[:, order].T.contiguous(), "sum", lengths=ends.diff(), axis=0).T
+
+
 def _weighted_sum(weights: Tensor, v: Tensor, masks: list[Tensor]) -> Tensor:
     # weights @ v. A NaN or inf in a row of v reaches only the queries that attend to it, though 0 * NaN is NaN.
     per_key = weights.unflatten(-1, (len(masks), v.shape[1])).sum(-2)
@@ -205,7 +238,7 @@ BACKENDS = (
         colour="#AA4499",
         functions=lambda device: (forward, backward),
         reads_starts=True,
-        options=("part", *STARTS),
+        options=("part", *STARTS, *BIAS),
     ),
     Backend(
         serves=Pattern,

@@ -24,7 +24,7 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     out = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
     lse = torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=inputs.q.device)
-    inputs = Tensors(*as_computed(*inputs))
+    inputs = Tensors(*as_computed(*inputs.with_rows))
 
     def starts() -> list[Start]:
         return [of_queries(inputs, request, out=out, lse=lse)]
@@ -39,6 +39,7 @@ def backward(
 ) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
     in_float = request.part is not None and request.part.in_float
+    inputs = inputs.with_rows
     dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(inputs)]
     grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(inputs, dtypes, strict=True)))
     dout, out, *computed = as_computed(dout, out, *inputs)
@@ -56,7 +57,7 @@ def backward(
         return launches
 
     tensors = (*inputs, dout, out, lse, dlse, *tensors_of(request, out.device))
-    start(starts, tensors, "grid backward", *request.options, made=(delta, *grads))
+    start(starts, tensors, "grid backward", *request.options, made=(delta, *grads.with_rows))
     return grads
 
 
@@ -84,7 +85,7 @@ def of_queries(
     named = rules(inputs, request)
     tiles = _tiles(request, keys=False)
     names = {f"T{n}": cells for n, cells in zip(AXES, _sides(request), strict=True)}
-    strides = _strides("qkvef", inputs) | _strides("d", (q if dout is None else dout,))
+    strides = _strides("qkvef", inputs.with_rows) | _strides("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
     flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": 64 if not is_interpreted() else 16}
     flags |= {"IF_FLAG": flag is not None}
@@ -93,6 +94,7 @@ def of_queries(
     tensors |= {name: q if x is None else x for name, x in optional.items()}
     named |= strides | masks | flags | names | tensors
     named.pop("q")
+    named.pop("bias")
     return Start(query_kernel, (tiles, q.shape[2], q.shape[0]), (q,), named)
 
 
@@ -100,7 +102,7 @@ def of_keys(
     dout: Tensor, inputs: Tensors, lse: Tensor, delta: Tensor, request: Request, grads: Tensors, *, extra: bool
 ) -> Start:  # fmt: skip
     """The launch of dk and dv, of the grid's keys or of the extra keys."""
-    (k, v), (dk, dv) = (x[3:] if extra else x[1:3] for x in (inputs, grads))
+    (k, v), (dk, dv) = (x.extra if extra else x[1:3] for x in (inputs, grads))
     named = rules(inputs, request)
     padding = request.extra_padding_mask if extra else request.key_padding_mask
     sides = (1, 1, prod(_sides(request))) if extra else _sides(request)

@@ -66,7 +66,8 @@ def gradients(
     beside = Beside(dout.device)
     if layout.interior:
         request = replace(job.request, part=layout.interior)
-        dq, *grads = operators.attention_backward(dout, tensors, out, lse, request, job.backend, dlse)
+        grads = operators.attention_backward(dout, tensors, out, lse, request, job.backend, dlse)
+        dq, *grads = grads.with_rows
     with beside:
         border_grads = []
         for border, backend in job.borders:
@@ -80,7 +81,7 @@ def gradients(
         if not layout.interior:
             grads = copies.added(None, border_grads, answer, tensors.k, layout)
     if not layout.interior:
-        extra = [x.to(y.dtype) for x, y in zip(extra, tensors[3:], strict=True)]
+        extra = [x.to(y.dtype) for x, y in zip(extra, tensors.extra, strict=True)]
         return Tensors(border_grads[0].q if border_grads else torch.empty_like(tensors.q), *grads, *extra)
     copies.placed(dq, [part.q for part in border_grads], layout)
     grads[:2] = copies.added(grads[:2], border_grads, answer, tensors.k, layout)
@@ -91,9 +92,9 @@ def gradients(
 
 def _extra_sums(border_grads: list[Tensors], answer: Tensor, tensors: Tensors) -> list[Tensor]:
     # Gradients of the extra keys, summed over this rank's borders.
-    sums = [answer.new_zeros(x.shape) for x in tensors[3:]]
+    sums = [answer.new_zeros(x.shape) for x in tensors.extra]
     for grads in border_grads:
-        for total, grad in zip(sums, grads[3:], strict=True):
+        for total, grad in zip(sums, grads.extra, strict=True):
             total += grad
     return sums
 
@@ -138,7 +139,7 @@ def _framed(
     by_query: tuple[Tensor, ...] = (), lse: Tensor | None = None,
 ) -> tuple[Tensors, Request, list[Tensor], Tensor | None]:  # fmt: skip
     # A border's tensors (its queries, and its frame for k and v), its request, and its rows of `by_query` and of lse.
-    q, k, v, *extra = tensors
+    q, k, v, *extra = tensors.with_rows
     frames, (q, *query_rows), lse = copies.framed(k, v, received, border, (q, *by_query), lse)
     mask = request.key_padding_mask
     if mask is not None:

@@ -168,7 +168,7 @@ def test_any_number_of_extra_tokens_is_one_graph():
 
 def test_the_operator_takes_them():
     tensors = drawn(extra_queries=2, dtype=torch.float32)
-    inputs = [x.requires_grad_() for x in joint_inputs(tensors)]
+    inputs = [x if x is None else x.requires_grad_() for x in joint_inputs(tensors)]
     request = Request(AllPairs(), scale=0.3, extra_padding_mask=torch.rand(2, 3) < 0.5)
     arguments = (*inputs, *operators._arguments(request), "sdpa")
     torch.library.opcheck(torch.ops.hilbert_lib.attention.default, arguments)

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 from cases import (
+    BIASED,
     HEADS,
     LARGE,
     MORE,
@@ -60,7 +61,7 @@ NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 WITH_DLSE = False, True
 
 
-@pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager"), WITH_DLSE), ids=str)
+@pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager"), WITH_DLSE, more=BIASED), ids=str)
 def test_options_in_pairs(case, monkeypatch):
     monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
     *rest, with_dlse = case
@@ -71,7 +72,7 @@ def test_options_in_pairs(case, monkeypatch):
 @pytest.mark.parametrize("backend", ["reference", "eager"])
 @pytest.mark.parametrize("rules", every_rule(SMALL), ids=str)
 def test_all_options_together(rules, backend):
-    for heads, dtype, order, more in product(HEADS, TOLERANCE, ORDERS, MORE):
+    for heads, dtype, order, more in product(HEADS, TOLERANCE, ORDERS, BIASED):
         check_on_grid(rules, heads, order, more, dtype, backend)
 
 
@@ -84,7 +85,7 @@ def test_on_a_gpu_the_kernels_serve_all_options(rules):
         check_on_grid(rules, "grouped", *how, dtype, "triton", head_dim, device="cuda")
 
 
-@grids_in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"), WITH_DLSE)
+@grids_in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"), WITH_DLSE, more=BIASED)
 def test_output_lse_and_gradients_are_the_oracles(case, monkeypatch):
     monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
     *rest, with_dlse = case
@@ -255,7 +256,7 @@ def test_a_box_of_queries_is_compiled_and_checkpointed():
         assert all(map(torch.equal, found, grads[0]))
     near = NEAR.of_heads(2)
     request = Request(near, scale=0.5, part=part_of_box(BOX, NEAR.shape))
-    torch.library.opcheck(torch.ops.hilbert_lib.attention, (*leaves, *operators._arguments(request), "eager"))
+    torch.library.opcheck(torch.ops.hilbert_lib.attention, (*leaves, None, *operators._arguments(request), "eager"))
 
 
 def test_a_cache_of_a_sliding_window_is_its_last_cell():

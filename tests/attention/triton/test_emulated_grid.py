@@ -124,7 +124,7 @@ def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
 
 
 @pytest.mark.parametrize("head_dim", [40, 128])
-@pytest.mark.parametrize("at", range(5), ids=Tensors._fields)
+@pytest.mark.parametrize("at", range(5), ids=Tensors._fields[:5])
 def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
     """Here the plain kernel runs once more, as the warp-specialised one asks for."""
     near = Neighbourhood((12, 20), (5, 4), dilation=(1, 2), edge=("clip", "wrap"))

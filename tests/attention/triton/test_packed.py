@@ -47,7 +47,7 @@ def test_it_is_one_operator_that_compiles_for_all_documents():
     pattern = DilatedPattern((4, 10), (1, 3), padding="zeros")
     tensors = [x.requires_grad_() for x in drawn(22, 2, 1, 4, device=DEVICE)[:3]]
     request = Request(pattern, True, 0.5, cu_seqlens=ends_there([22]))
-    given = *tensors, None, None, *operators._arguments(request), "triton"
+    given = *tensors, None, None, None, *operators._arguments(request), "triton"
     torch.library.opcheck(torch.ops.hilbert_lib.attention.default, given)
     attend = partial(dilated_attention, pattern=pattern, backend="triton")
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

@@ -54,7 +54,7 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
         from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
 
     request = on_its_keys(request) if request.part else request
-    q, k, v, extra_k, extra_v = inputs = Tensors(*_as_read(inputs, request))
+    q, k, v, extra_k, extra_v, _ = inputs = Tensors(*_as_read(inputs.with_rows, request))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -81,10 +81,11 @@ def backward(
 
     request = on_its_keys(request) if request.part else request
     in_float = request.part is not None and request.part.in_float
-    *inputs, dout = _as_read((*inputs, dout), request)
-    q, k, v, extra_k, extra_v = inputs = Tensors(*inputs)
-    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(inputs)]
-    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(inputs, dtypes, strict=True)))
+    *read, dout = _as_read((*inputs.with_rows, dout), request)
+    q, k, v, extra_k, extra_v = read
+    inputs = Tensors(*read)
+    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(read)]
+    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(read, dtypes, strict=True)))
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
@@ -104,7 +105,7 @@ def backward(
         return launches
 
     call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads))
+    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows))
     return grads
 
 

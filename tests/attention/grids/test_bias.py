@@ -1,0 +1,326 @@
+"""A bias by relative position is the oracle's in every rule, and that of the models that have one."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cases import (
+    GROUPED_WINDOWS,
+    RULES,
+    TOLERANCE,
+    assert_close,
+    attended,
+    bias_sides,
+    check_on_grid,
+    determinism,
+    differentiated,
+    every_rule,
+    grids,
+    refusals,
+)
+from hypothesis import given, settings
+from oracle import attending, bias_of, cells_of_box
+from torch.utils.checkpoint import checkpoint
+
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    Ordering,
+    Union,
+    attend,
+    dilated_attention,
+    explain_backend,
+    neighbourhood_attention,
+)
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends import tiles
+from hilbert_lib.attention.request import Request
+
+NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
+BACKENDS = ("reference", "eager")
+SMALL = {1: ((12,), (5,)), 2: ((4, 8), (2, 3)), 3: ((2, 4, 4), (2, 2, 2))}
+
+
+def drawn(near=NEAR, heads=4, kv_heads=2, extra=3, dtype=torch.float64, **options):
+    """q, k, v, extra keys and a bias."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype, **options)
+    cells = near.length
+    sizes = [(cells, heads), (cells, kv_heads), (cells, kv_heads), (extra, kv_heads), (extra, kv_heads)]
+    return [*(draw(2, rows, count, 4) for rows, count in sizes), draw(heads, *bias_sides(near))]
+
+
+def call(*leaves, **options):
+    q, k, v, extra_k, extra_v, bias = leaves
+    return neighbourhood_attention(q, k, v, extra_k=extra_k, extra_v=extra_v, bias=bias, **options)
+
+
+@pytest.mark.parametrize("heads", ["grouped", GROUPED_WINDOWS])
+@pytest.mark.parametrize("rules", [*RULES, *every_rule(SMALL)], ids=str)
+def test_values_and_gradients_are_the_oracles_by_every_rule(rules, heads, monkeypatch):
+    monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
+    for backend in BACKENDS:
+        check_on_grid(rules, heads, "none", "bias, extra and padding", torch.float64, backend, head_dim=3)
+
+
+@settings(max_examples=40)
+@given(grids())
+def test_the_entry_of_every_pair_is_that_of_the_definition(near):
+    sides, cells = bias_sides(near), torch.arange(near.length)
+    table = torch.arange(1.0, 1 + torch.Size(sides).numel(), dtype=torch.float64).view(1, *sides)
+    right = bias_of(near, table, range(near.length), 1)[0]
+    entries = near.of_heads(1).bias_entries(cells[:, None], cells, kv_head=0)
+    assert torch.where(right > 0, entries + 1, 0).equal(right.long())
+
+
+# The bias of models, written from their formulas.
+
+
+def test_it_is_the_bias_of_dinat():
+    """DiNAT (arXiv 2209.15001): the attention of a query i to a neighbour j is q_i k_j + B(i, j) over sqrt(d).
+
+    B is a table (heads, 2 * window - 1, 2 * window - 1) by how many steps of dilation the neighbour is away.
+    """
+    shape, window, dilation, heads, head_dim = (9, 11), 3, 2, 2, 4
+    q, k, v = torch.randn(3, 1, 99, heads, head_dim, dtype=torch.float64).unbind()
+    table = torch.randn(heads, 2 * window - 1, 2 * window - 1, dtype=torch.float64)
+    right = torch.zeros_like(q)
+
+    def neighbours(x: int, side: int) -> list[int]:
+        line = [y for y in range(side) if y % dilation == x % dilation]
+        at = line.index(x)
+        first = min(max(at - window // 2, 0), len(line) - window)
+        return line[first : first + window]
+
+    for y in range(shape[0]):
+        for x in range(shape[1]):
+            keys = [(j, i) for j in neighbours(y, shape[0]) for i in neighbours(x, shape[1])]
+            rows = torch.tensor([j * shape[1] + i for j, i in keys])
+            away = torch.tensor([((j - y) // dilation, (i - x) // dilation) for j, i in keys]) + window - 1
+            scores = torch.einsum("bhd,bkhd->bhk", q[:, y * shape[1] + x], k[:, rows]) * head_dim**-0.5
+            weights = (scores + table[:, away[:, 0], away[:, 1]]).softmax(-1)
+            right[:, y * shape[1] + x] = torch.einsum("bhk,bkhd->bhd", weights, v[:, rows])
+    near = Neighbourhood(shape, window, dilation=dilation)
+    for backend in BACKENDS:
+        out = neighbourhood_attention(q, k, v, near, bias=table, backend=backend)
+        torch.testing.assert_close(out, right, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_it_is_the_bias_of_swin(shift):
+    """Swin (arXiv 2103.14030): windows side by side, moved by a shift; B(i, j) from a table ((2 M - 1)**2, heads).
+
+    Its row is (y_i - y_j + M - 1) * (2 M - 1) + x_i - x_j + M - 1: it counts from the key, and heads come last.
+    Tokens that came into one window from both ends of the image do not see each other.
+    """
+    side, window, heads, head_dim = 8, 4, 2, 4
+    x = torch.randn(3, 1, side, side, heads, head_dim, dtype=torch.float64)
+    table = torch.randn((2 * window - 1) ** 2, heads, dtype=torch.float64)
+    place = torch.stack(torch.meshgrid(*[torch.arange(window)] * 2, indexing="ij")).flatten(1)
+    away = place[:, :, None] - place[:, None] + window - 1
+    added = table[away[0] * (2 * window - 1) + away[1]].permute(2, 0, 1)  # (heads, queries, keys) of a window
+
+    def windows(image):
+        return image.unflatten(2, (-1, window)).unflatten(1, (-1, window)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+    rolled = x.roll((-shift, -shift), (2, 3))
+    q, k, v = (windows(each) for each in rolled)  # (1, windows, tokens, heads, head_dim)
+    line = torch.arange(side)
+    region = ((line >= side - window).int() + (line >= side - shift).int()) if shift else torch.zeros(side)
+    regions = windows((region[:, None] * 3 + region).view(1, side, side, 1, 1))[..., 0, 0]
+    scores = torch.einsum("bwqhd,bwkhd->bwhqk", q, k) * head_dim**-0.5 + added
+    scores = scores.masked_fill((regions[..., :, None] != regions[..., None, :])[:, :, None], -torch.inf)
+    right = torch.einsum("bwhqk,bwkhd->bwqhd", scores.softmax(-1), v)
+    right = right.view(1, side // window, side // window, window, window, heads, head_dim).transpose(2, 3)
+    right = right.reshape(1, side, side, heads, head_dim).roll((shift, shift), (1, 2)).flatten(1, 2)
+
+    bias = table.view(2 * window - 1, 2 * window - 1, heads).permute(2, 0, 1).flip(1, 2)
+    for backend in BACKENDS:
+        out = swin_attention(*x, bias, window, shift, backend)
+        torch.testing.assert_close(out, right, atol=1e-13, rtol=0)
+
+
+def swin_attention(q, k, v, bias, window, shift, backend):
+    """Swin's windows of an image (batch, side, side, heads, head_dim): those that are moved begin before the image."""
+    side, before, after = q.shape[1], window - shift if shift else 0, shift
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, before, after, before, after)) for x in (k, v))
+    hidden = torch.ones(k.shape[:3], dtype=torch.bool)
+    hidden[:, before : before + side, before : before + side] = False
+    near = Neighbourhood(k.shape[1:3], window, stride=window)
+    return neighbourhood_attention(
+        *(x.flatten(1, 2) for x in (q, k, v)), near, query_box=((before, before + side),) * 2, bias=bias,
+        key_padding_mask=hidden.flatten(1), backend=backend,
+    )  # fmt: skip
+
+
+# Forms of call.
+
+BOX = ((1, 3), (2, 6))  # of the grid of NEAR: 8 cells
+IN_BOX = cells_of_box(BOX, NEAR.shape)
+HILBERT = Ordering.from_curve("hilbert", 24, grid=(4, 6))
+
+
+def test_it_is_compiled_checkpointed_and_known():
+    leaves = [x.requires_grad_() for x in drawn()]
+    run = partial(call, neighbourhood=NEAR, ordering=HILBERT)
+    out = run(*leaves)
+    ways = {
+        "again": run,
+        "compiled": torch.compile(run, fullgraph=True, backend="aot_eager"),
+        "checkpointed": partial(checkpoint, run, use_reentrant=False),
+        "through the dispatcher": lambda *leaves: watched(run, leaves),
+    }
+    right = out, *torch.autograd.grad(out.square().sum(), leaves)
+    for name, way in ways.items():
+        found = way(*leaves)
+        found = found, *torch.autograd.grad(found.square().sum(), leaves)
+        assert all(map(torch.equal, found, right)), name
+    moved = [*leaves[:5], leaves[5].detach() + torch.arange(5.0)[:, None]]
+    values = run(*moved)  # another bias with the same form of call: no value is kept
+    assert not torch.allclose(values, out)
+    torch.testing.assert_close(
+        values, attending(NEAR)(*(HILBERT.undo(x, 1) for x in moved[:3]), *moved[3:])[0][:, HILBERT.perm]
+    )
+
+
+def watched(run, leaves):
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        return run(*leaves)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_operators_pass_opcheck(backend):
+    leaves = [x.requires_grad_() for x in drawn()]
+    leaves[5] = leaves[5].detach().float().requires_grad_() if backend == "eager" else leaves[5]
+    if backend == "eager":
+        leaves[:5] = [x.detach().bfloat16().requires_grad_() for x in leaves[:5]]
+    request = Request(NEAR.of_heads(2), scale=0.5, has_bias=True, bias_gradient=True)
+    arguments = *leaves, *operators._arguments(request), backend
+    torch.library.opcheck(torch.ops.hilbert_lib.attention, arguments)
+    with torch.no_grad():
+        out, lse = torch.ops.hilbert_lib.attention(*arguments)
+    saved = [x.detach() for x in (torch.randn_like(out), *leaves, out, lse)]
+    torch.library.opcheck(torch.ops.hilbert_lib.attention_backward, (*saved, *arguments[6:]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_in_float32_serves_halves_and_autocast(backend):
+    *inputs, bias = drawn(dtype=torch.float32)
+    dout = torch.randn_like(inputs[0])
+    parameter = torch.nn.Parameter(bias)
+    run = partial(call, neighbourhood=NEAR, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run(*inputs, parameter)
+    assert out.dtype == torch.bfloat16
+    out.backward(dout.bfloat16())
+    assert parameter.grad.dtype == torch.float32
+    halves = [x.bfloat16() for x in inputs]
+    exact = [*(x.double() for x in halves), bias.double(), dout.bfloat16().double()]
+    *_, right = differentiated(attending(NEAR), exact)
+    close = TOLERANCE[torch.bfloat16][2]
+    assert_close([parameter.grad], [right], close)
+    # Rounded to bfloat16 it is off by far more.
+    fine = run(*halves, bias).float() - run(*halves, bias.bfloat16()).float()
+    assert fine.abs().max() > 0
+    *_, rounded = differentiated(lambda *x: (run(*x), torch.zeros(())), [*halves, bias.bfloat16(), dout.bfloat16()])
+    assert rounded.dtype == torch.bfloat16
+
+
+def test_its_gradient_is_the_same_bits_however_often():
+    tensors = [*drawn(dtype=torch.float32), torch.randn(2, 24, 4, 4)]
+    for backend in BACKENDS:
+        with determinism():
+            first, second = (attended(tensors, NEAR, backend)[-1] for _ in range(2))
+        assert torch.equal(first, second)
+        assert torch.equal(first, attended(tensors, NEAR, backend)[-1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_joins_boxes_extra_queries_and_orders(backend):
+    q, k, v, extra_k, extra_v, bias = drawn()
+    run = partial(neighbourhood_attention, k=k, v=v, neighbourhood=NEAR, bias=bias, backend=backend)
+    whole = run(q)
+    torch.testing.assert_close(run(q[:, IN_BOX], query_box=BOX), whole[:, IN_BOX], atol=1e-14, rtol=0)
+    stored = [HILBERT.apply(x, dim=1) for x in (q, k, v)]
+    ordered = neighbourhood_attention(*stored, NEAR, ordering=HILBERT, bias=bias, backend=backend)
+    torch.testing.assert_close(HILBERT.undo(ordered, dim=1), whole, atol=1e-14, rtol=0)
+    # Extra queries have none: they see all cells alike.
+    leaf = bias.clone().requires_grad_()
+    out, extra_out = run(q, extra_q=q[:, :5], extra_k=extra_k, extra_v=extra_v, bias=leaf)
+    keys, values = (
+        torch.cat(parts, 1).repeat_interleave(2, 2).transpose(1, 2) for parts in ((k, extra_k), (v, extra_v))
+    )
+    dense = torch.nn.functional.scaled_dot_product_attention(q[:, :5].transpose(1, 2), keys, values)
+    torch.testing.assert_close(extra_out, dense.transpose(1, 2), atol=1e-13, rtol=0)
+    assert torch.autograd.grad(extra_out.sum(), leaf, allow_unused=True, retain_graph=True) == (None,)
+    assert torch.autograd.grad(out.square().sum(), leaf)[0].abs().sum() > 0
+
+
+def test_what_is_no_number_in_it_reaches_only_those_who_see_it():
+    q, k, v, _, _, bias = drawn()
+    bias[1, 4, 1] = torch.nan  # the key two rows on, in the same column
+    out = neighbourhood_attention(q, k, v, NEAR, bias=bias, backend="reference")
+    right = bias_of(NEAR, bias, range(24), 2).isnan().any(-1)
+    assert out.isnan().any(-1).equal(right.T.expand(2, -1, -1))
+
+
+def test_sides_of_any_length_are_one_graph():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    bias = torch.randn(2, 5, 3, dtype=torch.float64)
+
+    @partial(torch.compile, fullgraph=True, dynamic=True, backend=counter)
+    def run(x):
+        near = Neighbourhood(x.shape[1:3], (3, 2))
+        return neighbourhood_attention(*[x.flatten(1, 2)] * 3, near, bias=bias)
+
+    for sides in ((4, 6), (5, 7), (2, 9)):
+        x = torch.randn(1, *sides, 2, 4, dtype=torch.float64)
+        right, _ = attending(Neighbourhood(sides, (3, 2)))(*[x.flatten(1, 2)] * 3, bias)
+        torch.testing.assert_close(run(x), right, atol=1e-13, rtol=0)
+    assert counter.frame_count == 1
+
+
+def test_auto_passes_over_what_does_not_serve_it():
+    q, k, v, _, _, bias = drawn(dtype=torch.float32)
+    explained = explain_backend(q, k, v, NEAR, bias=bias)
+    assert explained.chosen == "eager"
+    for name in ("hopper", "triton"):
+        assert "cannot serve: adds no bias to scores" in explained.reasons[name]
+        with pytest.raises(ValueError, match=rf"backend='{name}' .*adds no bias to scores"):
+            neighbourhood_attention(q, k, v, NEAR, bias=bias, backend=name)
+
+
+TENSORS = dict(zip(("q", "k", "v"), drawn()[:3], strict=True))
+asked = partial(neighbourhood_attention, **TENSORS, neighbourhood=NEAR)
+TABLE = drawn()[5]
+LINE = torch.ones(1, 8, 2, 4)
+test_a_wrong_bias_is_refused_by_name = refusals(
+    {
+        ValueError: [
+            (
+                lambda: asked(bias=TABLE[:1]),
+                r"bias must be \(heads, 2 \* window - 1 along each axis\) = \(4, 5, 3\), got",
+            ),
+            (lambda: asked(bias=TABLE[..., :2]), r"\(4, 5, 3\), got shape \(4, 5, 2\)"),
+            (lambda: asked(bias=TABLE.to("meta")), r"bias must be on the device of q \(cpu\), got meta"),
+            (lambda: asked(bias=TABLE, neighbourhood=(NEAR, replace(NEAR, window=(3, 3)))), r"\(4, 5, 5\), got"),
+            (
+                lambda: attend(LINE, LINE, LINE, DilatedPattern((4,), (1,)), bias=torch.ones(2, 7)),
+                r"bias must be left out for a DilatedPattern, got a tensor of shape \(2, 7\)",
+            ),
+            (
+                lambda: attend(**TENSORS, pattern=Union((NEAR, NEAR)), bias=TABLE),
+                "bias must be left out for a Union, got a tensor",
+            ),
+        ],
+        TypeError: [
+            (
+                lambda: asked(bias=TABLE.float()),
+                r"bias must have the dtype of q \(torch.float64\) or be torch.float64, got",
+            ),
+            (lambda: asked(bias=[[1.0]]), "bias must be a"),
+            (lambda: dilated_attention(LINE, LINE, LINE, DilatedPattern((4,), (1,)), bias=TABLE), "bias"),
+        ],
+    }
+)
