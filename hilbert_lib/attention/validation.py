@@ -303,7 +303,8 @@ def _check_bias(q: Tensor, q_dtype: str, pattern: HeadNeighbourhoods, bias: obje
         raise ValueError(f"bias must be on the device of q ({q.device}), got {bias.device}")
     working = WORKING_DTYPE[q.dtype]
     if bias.dtype not in (q.dtype, working):
-        raise TypeError(f"bias must have the dtype of q ({q_dtype}) or be {working}, got {bias.dtype}")
+        other = "" if working == q.dtype else f" or be {working}"
+        raise TypeError(f"bias must have the dtype of q ({q_dtype}){other}, got {bias.dtype}")
 
 
 def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
