@@ -251,13 +251,13 @@ def test_the_operators_pass_opcheck(backend, is_empty):
 
 
 def check_operators(leaves, request, backend):
-    arguments = *leaves, *[None] * (5 - len(leaves)), *operators._arguments(request), backend
+    arguments = *leaves, *[None] * (6 - len(leaves)), *operators._arguments(request), backend
     torch.library.opcheck(torch.ops.hilbert_lib.attention, arguments)
     with torch.no_grad():
         out, lse = torch.ops.hilbert_lib.attention(*arguments)
-    saved = [x if x is None else x.detach() for x in (torch.randn_like(out), *arguments[:5], out)]
+    saved = [x if x is None else x.detach() for x in (torch.randn_like(out), *arguments[:6], out)]
     saved += [lse, torch.randn_like(lse)]
-    torch.library.opcheck(torch.ops.hilbert_lib.attention_backward, (*saved, *arguments[5:]))
+    torch.library.opcheck(torch.ops.hilbert_lib.attention_backward, (*saved, *arguments[6:]))
 
 
 @pytest.mark.parametrize("option", ["dropout", "grid"])
