@@ -202,7 +202,9 @@ def peak_memory_on_grid(shards: dict) -> list[list[int]]:
     def backward(dout, given, out, lse, request, name, dlse):
         _delta = torch.empty_like(lse)
         wide = torch.float32 if request.part.in_float else None
-        return Tensors(*(torch.empty_like(x, dtype=wide if n in (1, 2) else None) for n, x in enumerate(given)))
+        return Tensors(
+            *(torch.empty_like(x, dtype=wide if n in (1, 2) else None) for n, x in enumerate(given.with_rows))
+        )
 
     call = partial(ring_neighbourhood_attention, *leaves, near, shards=spread)
     with patch.multiple(operators, attention=forward, attention_backward=backward):

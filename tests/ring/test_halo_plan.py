@@ -203,7 +203,7 @@ def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_a
         )
         job = HaloJob(layout, request, "eager", ("eager",) * len(layout.borders), lambda: group)
         out, lse, *received = halo.results(own, job, lambda: None)
-        return rows, out, lse, *halo.gradients(dout[:, rows], own, out, lse, job, *received)
+        return rows, out, lse, *halo.gradients(dout[:, rows], own, out, lse, job, *received).with_rows
 
     found = run_threads(attend, shards.ranks)
     out, lse, (*grads, extra_dk, extra_dv) = exact
