@@ -1,15 +1,22 @@
 """Transforms of torch that attention has no rule for, each refused in words that name it."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from hilbert_lib.internals import is_batched, is_forward_ad_active, is_functorch_active, while_jit_traces
+from hilbert_lib.internals import (
+    is_batched,
+    is_compiler_loaded,
+    is_forward_ad_active,
+    is_functorch_active,
+    while_jit_traces,
+)
 
+_untraced: dict[Callable, Callable] = {}  # what torch.compile leaves alone
 _TRACED = "is not traced by torch.jit.trace, nor by an export to ONNX that uses it: use torch.export"
 
 
@@ -29,6 +36,17 @@ def is_dtensor(x: object) -> bool:
     """Whether x is a DTensor; torch.distributed is not loaded for the answer."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def uncompiled(function: Callable) -> Callable:
+    """The function, inside which torch.compile does not go on after a break of the graph: it would trace streams."""
+    # Only where it is loaded: this imports it, and with it triton. Made once: it takes 0.1 ms (and torch.compile warns
+    # of functools' caches).
+    if not is_compiler_loaded():
+        return function
+    if function not in _untraced:
+        _untraced[function] = torch.compiler.disable(function)
+    return _untraced[function]
 
 
 def unserved_derivative(name: str, tensors: Iterable[Tensor | None]) -> str | None:

@@ -21,10 +21,10 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import check_neighbourhood, computed
 from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.transforms import unserved_derivative
+from hilbert_lib.attention.transforms import uncompiled, unserved_derivative
 from hilbert_lib.attention.validation import validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
-from hilbert_lib.internals import is_compiler_loaded, untraced
+from hilbert_lib.internals import untraced
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
@@ -38,7 +38,6 @@ from hilbert_lib.ring.spread import DEFAULTS, GridSpread, SequenceSpread, Spread
 # Options of `attend` that no ring takes, and why.
 UNSERVED = {"extra_q": "extra queries see the cells of all ranks, and no rank holds these"}
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
-_untraced: dict[Callable, Callable] = {}  # what torch.compile leaves alone
 
 
 @untraced  # torch.compile cannot trace collectives that are waited for later
@@ -289,17 +288,6 @@ def ring_neighbourhood_attention(
         backend=backend,
         return_lse=return_lse,
     )
-
-
-def uncompiled(function: Callable) -> Callable:
-    """The function, inside which torch.compile does not go on after a break of the graph: it would trace streams."""
-    # Only where it is loaded: this imports it, and with it triton. Made once: it takes 0.1 ms (and torch.compile warns
-    # of functools' caches).
-    if not is_compiler_loaded():
-        return function
-    if function not in _untraced:
-        _untraced[function] = torch.compiler.disable(function)
-    return _untraced[function]
 
 
 class _Door(NamedTuple):
