@@ -13,10 +13,11 @@ from hilbert_lib.attention.api import QueryBox
 from hilbert_lib.attention.documents import rows_of
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import begins_of, query_positions
-from hilbert_lib.attention.transforms import refuse_vmap
+from hilbert_lib.attention.transforms import refuse_vmap, uncompiled
 from hilbert_lib.attention.validation import validated
 from hilbert_lib.attention.zero_keys import log_zero_keys
 from hilbert_lib.checks import dense_tensor, integers, suggesting, unscripted
+from hilbert_lib.internals import untraced
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
@@ -43,6 +44,7 @@ class _Keys(NamedTuple):
     times: Tensor  # the number of parts through which each is seen; 0 for NO_KEY
 
 
+@untraced
 @unscripted
 @suggesting
 def attention_weights(
@@ -71,7 +73,8 @@ def attention_weights(
 
     Memory: results of batch * heads * queries * most elements, some times over, and `most` rows of k of each batch (or
     2^20 rows, if they are of more queries). Time: that of these, too; for a pattern of one's own that of one mask of
-    its queries and all keys. The host waits for the values of `queries`, and of tensors of starts.
+    its queries and all keys. The host waits for the values of `queries`, and of tensors of starts: torch.compile breaks
+    its graph here, and torch.export is refused.
 
     Args:
         q, k: as in `attend`.
@@ -95,25 +98,30 @@ def attention_weights(
     >>> keys.tolist(), weights.tolist()
     ([[[[0, 1, 4], [4, 5, -1]]]], [[[[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]]]])
     """
-    inputs, request = validated(
-        q,
-        k,
-        k,
-        pattern,
-        is_causal=is_causal,
-        scale=scale,
-        key_padding_mask=key_padding_mask,
-        query_start=query_start,
-        key_start=key_start,
-        kv_ordering=kv_ordering,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        ordering=ordering,
-        query_box=query_box,
-        extra_k=extra_k,
-        extra_v=extra_k,
-        extra_padding_mask=extra_padding_mask,
-    )
+    if torch.compiler.is_compiling():
+        raise TypeError("attention_weights is not exported by torch.export: it reads the values of queries")
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "key_padding_mask": key_padding_mask,
+        "query_start": query_start,
+        "key_start": key_start,
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen,
+        "ordering": ordering,
+        "query_box": query_box,
+        "extra_k": extra_k,
+        "extra_v": extra_k,
+        "extra_padding_mask": extra_padding_mask,
+    }
+    return uncompiled(_weights)(q, k, pattern, queries, kv_ordering, options)
+
+
+def _weights(
+    q: Tensor, k: Tensor, pattern: object, queries: object, kv_ordering: Ordering | None, options: dict
+) -> tuple[Tensor, Tensor]:
+    # k stands in for v.
+    inputs, request = validated(q, k, k, pattern, kv_ordering=kv_ordering, **options)
     rows = _checked_queries(queries, inputs.q.shape[1])
     places = _places(rows, inputs, request)
     table = _keys_seen(places, inputs, request, request.ordering if kv_ordering is None else kv_ordering)
@@ -169,7 +177,7 @@ def _places(rows: list[int], inputs: Tensors, request: Request) -> list[list[_Pl
 
 def _cells_of_box(row: Tensor, box: tuple[range, ...], shape: tuple[int, ...]) -> Tensor:
     # The position on the grid of some rows of a box of cells.
-    cells, lines = torch.zeros_like(row), torch.unravel_index(row, tuple(map(len, box)))
+    cells, lines = torch.zeros_like(row), torch.unravel_index(row, tuple(span.stop - span.start for span in box))
     for side, span, line in zip(shape, box, lines, strict=True):
         cells = cells * side + span.start + line
     return cells

@@ -11,6 +11,7 @@ from cases import BRANCHES, ends_of, grids, refusals
 from counts import ElementsAllocated
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, attention_weights
 from hilbert_lib.attention import weights
@@ -241,6 +242,26 @@ def test_memory_of_a_million_tokens_is_that_of_the_keys_that_are_seen(pattern):
     torch.testing.assert_close(found.sum(-1), torch.ones(1, 2, 3).where((keys >= 0).any(-1), 0.0))
     # Rows of k of head_dim 8, and results with what leads to them.
     assert made.count < 60 * keys.numel() + 20_000 < MILLION
+
+
+def test_compiled_code_calls_it_between_two_graphs_and_an_export_is_refused_by_name():
+    q, k, near = drawn(6, 2), drawn(12, 2, seed=1), Neighbourhood((3, 4), 2)
+
+    def doubled(q, k):
+        keys, found = attention_weights(q * 2, k, near, [1, 3], query_box=((1, 3), (0, 3)))
+        return keys, found * 2
+
+    expected = doubled(q, k)
+    counters.clear()
+    assert all(map(torch.equal, torch.compile(doubled, backend="eager")(q, k), expected))
+    assert counters["stats"]["unique_graphs"] == 2
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k):
+            return doubled(q, k)
+
+    with pytest.raises(TypeError, match="attention_weights is not exported by"):
+        torch.export.export(Layer(), (q, k), strict=False)
 
 
 x = torch.ones(1, 12, 2, 4)
