@@ -137,7 +137,7 @@ def _stand_ins():
         _held = workspace(given, call, "forward", name)
         return q.new_empty(q.shape), q.new_empty(q.transpose(1, 2).shape[:3], dtype=torch.float32)
 
-    def backward(dout, given, out, lse, call, name, dlse):
+    def backward(dout, given, out, lse, call, name, dlse=None):
         _held = workspace(given, call, "backward", name)
         return tuple(x.new_empty(x.shape) for x in given[:3])
 

@@ -345,3 +345,19 @@ def test_auto_passes_over_a_backend_without_a_gradient_of_lse(monkeypatch):
     for return_lse in (False, True):
         attend(**tensors, pattern=NEAR, return_lse=return_lse, scale=0.123)
     assert served == ["eager", "sdpa", "eager", "eager"]  # of the cells, then of extra queries
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+def test_a_bias_is_of_the_cells_alone(extra):
+    tensors = drawn(extra=extra)
+    tensors["bias"] = torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    exact = oracle.joint_attention(**leaves, pattern=NEAR)
+    for backend in ("reference", "eager", "auto"):
+        found = neighbourhood_attention(**leaves, neighbourhood=NEAR, backend=backend, return_lse=True)
+        torch.testing.assert_close(found, exact, atol=1e-12, rtol=0)
+        grads, right = (
+            torch.autograd.grad([x.sin().sum() for x in results], list(leaves.values()), retain_graph=True)
+            for results in (found, exact)
+        )
+        torch.testing.assert_close(grads, right, atol=1e-11, rtol=0)
