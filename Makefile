@@ -8,14 +8,15 @@ STRICT := notebooks/00_question.ipynb
 XDIST := -n auto --dist loadfile --no-loadscope-reorder
 # Tests that compare numbers, which `make test` repeats as on other processors: without AVX-512, and without any vectors.
 # torch chooses its kernels by the first variable, and oneDNN, which it calls, its own by the second.
-NUMERIC := $(addprefix tests/attention/,test_attention.py test_attention_contract.py test_merge.py test_documents.py \
+NUMERIC := -m "not full and not gpu"
+NUMERIC += $(addprefix tests/attention/,test_attention.py test_attention_contract.py test_merge.py test_documents.py \
 	test_dropout.py test_torchscale.py grids/test_neighbourhood_attention.py::test_options_in_pairs)
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
-.PHONY: help setup reports figures pages numbers picture test test-all test-gpu test-multigpu test-releases test-public test-browser lab lint
+.PHONY: help setup reports figures pages numbers picture numeric-avx2 numeric-no-vectors test test-all test-gpu test-multigpu test-releases test-public test-browser lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +42,13 @@ test: setup lint  ## ruff, pytest and the notebooks under nbval
 	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not releases and not browser" \
 		tests hilbert_lib notebooks --nbval-lax $(NBVAL) $(STRICT:%=--ignore=%)
 	@$(BIN)/python -m pytest --nbval $(NBVAL) $(STRICT)
-	@$(AVX2) $(BIN)/python -m pytest -m "not full and not gpu" $(NUMERIC)
-	@$(NO_VECTORS) $(BIN)/python -m pytest -m "not full and not gpu" $(NUMERIC)
+	@$(MAKE) --no-print-directory --output-sync -j 2 numeric-avx2 numeric-no-vectors
+
+numeric-avx2:
+	@$(AVX2) $(BIN)/python -m pytest $(NUMERIC)
+
+numeric-no-vectors:
+	@$(NO_VECTORS) $(BIN)/python -m pytest $(NUMERIC)
 
 test-all: setup lint  ## the full product of the cases
 	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not releases and not browser"
