@@ -70,8 +70,8 @@ def pytest_xdist_auto_num_workers():
     cores = environment()["cpu_cores"]
     gpus = [get_gpu_info(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
     fitting = sum(gpu.memory_bytes // WORKER_BYTES for gpu in gpus)
-    # Without a GPU one more than there are cores: the tests of deadlines wait most of their time.
-    return max(1, min(fitting, cores)) if gpus else cores + 1
+    # Without a GPU one for each core: one more would import and collect once more than the waits of deadlines save.
+    return max(1, min(fitting, cores)) if gpus else cores
 
 
 @pytest.hookimpl(tryfirst=True)  # marks are read after it
