@@ -65,11 +65,12 @@ def attention_weights(
     query_box: QueryBox | None = None,
     extra_k: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The keys that some queries see in `attend`, and the weight of each: heat maps without a matrix of all pairs.
 
-    Weights times the rows of v that `keys` names are the rows of `attend`'s output. Differentiable in q, k and extra_k
-    by autograd, which keeps the rows of k that were gathered.
+    Weights times the rows of v that `keys` names are the rows of `attend`'s output. Differentiable in q, k, extra_k and
+    bias by autograd, which keeps the rows of k that were gathered.
 
     Memory: results of batch * heads * queries * most elements, some times over, and `most` rows of k of each batch (or
     2^20 rows, if they are of more queries). Time: that of these, too; for a pattern of one's own that of one mask of
@@ -81,7 +82,7 @@ def attention_weights(
         pattern: as in `attend`.
         queries: (n,) integers, the rows of q to look at, in any order.
         is_causal, scale, key_padding_mask, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen, ordering,
-            query_box, extra_k, extra_padding_mask: as in `attend`, each for the patterns that take it there.
+            query_box, extra_k, extra_padding_mask, bias: as in `attend`, each for the patterns that take it there.
 
     Returns:
         keys: (batch, heads, n, most) int64, rows of k as it is stored, ascending, then -1 where a query sees fewer
@@ -113,6 +114,7 @@ def attention_weights(
         "extra_k": extra_k,
         "extra_v": extra_k,
         "extra_padding_mask": extra_padding_mask,
+        "bias": bias,
     }
     return uncompiled(_weights)(q, k, pattern, queries, kv_ordering, options)
 
@@ -126,7 +128,10 @@ def _weights(
     places = _places(rows, inputs, request)
     table = _keys_seen(places, inputs, request, request.ordering if kv_ordering is None else kv_ordering)
     is_hidden = _hidden(table, places, inputs, request, kv_ordering)
-    scores = _scores(rows, table, inputs, request) + table.times[:, :, None].to(WORKING_DTYPE[inputs.q.dtype]).log()
+    scores = _scores(rows, table, inputs, request)
+    if inputs.bias is not None:
+        scores = scores + _bias(table, places, inputs, request)
+    scores = scores + table.times[:, :, None].to(WORKING_DTYPE[inputs.q.dtype]).log()
     scores = scores.masked_fill(is_hidden[:, :, None], -torch.inf)
     zero_keys = _log_zero_keys(places, request, scores)
     weights = torch.cat([scores, zero_keys], -1).softmax(-1)[..., :-1].flatten(1, 2)
@@ -250,6 +255,22 @@ def _scores(rows: list[int], table: _Keys, inputs: Tensors, request: Request) ->
             scores = torch.cat([scores, torch.einsum("bqgd,bnd->bgqn", head_q, extra_k)], -1)
         scores_by_head.append(scores)
     return torch.stack(scores_by_head, 1) * request.scale
+
+
+def _bias(table: _Keys, places: list[list[_Place]], inputs: Tensors, request: Request) -> Tensor:
+    # What is added to the score of each key: (sequences, kv_heads, group, queries, most).
+    keys, extra, kv_heads = table.keys, _extra(inputs), inputs.k.shape[2]
+    positions = torch.tensor([[place.position for place in sequence] for sequence in places], device=keys.device)
+    begins = torch.tensor([[place.rows.start for place in sequence] for sequence in places], device=keys.device)
+    keys = keys[..., : keys.shape[-1] - extra].clamp(min=0)
+    cells = keys if request.ordering is None else request.ordering.to(keys.device).perm[keys]
+    cells = (cells - begins[:, None, :, None]).clamp(min=0)
+    tables, by_head = inputs.bias.to(WORKING_DTYPE[inputs.q.dtype]).flatten(1).unflatten(0, (kv_heads, -1)), []
+    for kv_head, entries_of in enumerate(tables):
+        pairs = positions.clamp(min=0)[..., None], cells[:, kv_head]
+        entries = request.pattern.bias_entries(*pairs, kv_head=kv_head)  # (sequences, queries, most)
+        by_head.append(entries_of[:, entries].transpose(0, 1))
+    return torch.nn.functional.pad(torch.stack(by_head, 1), (0, extra))
 
 
 def _log_zero_keys(places: list[list[_Place]], request: Request, scores: Tensor) -> Tensor:

@@ -27,7 +27,17 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 SELECTION = "selection"
 # Options of a call with which no measurement is made.
-SPECIAL = ("key_padding_mask", "query_start", "key_start", "ordering", "query_box", "extra_q", "extra_k", "cu_seqlens")
+SPECIAL = (
+    "key_padding_mask",
+    "query_start",
+    "key_start",
+    "ordering",
+    "query_box",
+    "extra_q",
+    "extra_k",
+    "bias",
+    "cu_seqlens",
+)
 
 
 def candidates(work: Workload, *, gradient: bool) -> list[str]:

@@ -31,6 +31,7 @@ from hilbert_lib import (
     Ordering,
     Union,
     attend,
+    attention_weights,
     dilated_attention,
     explain_backend,
     neighbourhood_attention,
@@ -253,6 +254,37 @@ def test_it_joins_boxes_extra_queries_and_orders(backend):
     torch.testing.assert_close(extra_out, dense.transpose(1, 2), atol=1e-13, rtol=0)
     assert not extra_out.requires_grad
     assert torch.autograd.grad(out.square().sum(), leaf)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("edge", ["clip", "shift"])
+def test_it_joins_sequences_that_begin_at_unequal_rows(edge, backend):
+    near = Neighbourhood((9,), 4, dilation=2, edge=edge)
+    *tensors, bias = drawn(near)
+    q, k, v, dout = *tensors[:3], torch.randn(2, 9, 4, 4, dtype=torch.float64)
+    for rows, starts in ((9, {"key_start": torch.tensor([3, 0])}), (2, {"query_start": torch.tensor([1, 6])})):
+        given_ = q[:, :rows], k, v, bias, dout[:, :rows]
+        right = differentiated(attending(near, **starts), given_)
+        assert_close(attended(given_, near, backend, **starts), right, 1e-12)
+
+
+def test_weights_have_it():
+    q, k, v, extra_k, extra_v, bias = [x.requires_grad_() for x in drawn()]
+    windows = NEAR, replace(NEAR, window=(2, 2))
+    line = Neighbourhood((24,), 4)
+    tables = drawn(line)[5].requires_grad_()
+    starts = {"key_start": torch.tensor([5, 0])}
+    for pattern, table, options in ((windows, bias, {"ordering": HILBERT}), (NEAR, bias, {}), (line, tables, starts)):
+        rows = [7, 3, 23]
+        shared = {"extra_k": extra_k, "bias": table, **options}
+        keys, weights = attention_weights(q, k, pattern, rows, **shared)
+        values = torch.cat([v, extra_v], 1).repeat_interleave(2, 2).transpose(1, 2)
+        at = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None], keys
+        found = torch.einsum("bhqn,bhqnd->bqhd", weights, values[at])
+        right = attend(q, k, v, pattern, extra_v=extra_v, **shared)[:, rows]
+        torch.testing.assert_close(found, right, atol=1e-13, rtol=0)
+        grads = [torch.autograd.grad(x.square().sum(), [q, k, table]) for x in (found, right)]
+        torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
 
 
 def test_what_is_no_number_in_it_reaches_only_those_who_see_it():
