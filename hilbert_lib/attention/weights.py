@@ -260,8 +260,9 @@ def _scores(rows: list[int], table: _Keys, inputs: Tensors, request: Request) ->
 def _bias(table: _Keys, places: list[list[_Place]], inputs: Tensors, request: Request) -> Tensor:
     # What is added to the score of each key: (sequences, kv_heads, group, queries, most).
     keys, extra, kv_heads = table.keys, _extra(inputs), inputs.k.shape[2]
-    positions = torch.tensor([[place.position for place in sequence] for sequence in places], device=keys.device)
-    begins = torch.tensor([[place.rows.start for place in sequence] for sequence in places], device=keys.device)
+    numbers = [[(place.position, place.rows.start) for place in sequence] for sequence in places]
+    numbers = torch.tensor(numbers, dtype=torch.int64, device=keys.device)  # without queries it would be of floats
+    positions, begins = numbers.view(len(places), len(places[0]), 2).unbind(-1)
     keys = keys[..., : keys.shape[-1] - extra].clamp(min=0)
     cells = keys if request.ordering is None else request.ordering.to(keys.device).perm[keys]
     cells = (cells - begins[:, None, :, None]).clamp(min=0)

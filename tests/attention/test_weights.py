@@ -1,5 +1,6 @@
 """Weights of some queries: those of brute force, the output they make of v, and memory of the keys that are seen."""
 
+import inspect
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
@@ -123,6 +124,10 @@ def compared(case, seed, group, masked, ordered):
         options["key_padding_mask"] = torch.rand(2, length, generator=generator) < 0.3
         if takes_extra:
             options["extra_padding_mask"] = torch.rand(2, extra, generator=generator) < 0.3
+    if seed % 2 and "bias" in pattern.options:
+        near = pattern.by_head if isinstance(pattern, HeadNeighbourhoods) else (pattern,)
+        sides = [2 * max(windows) - 1 for windows in zip(*(x.window for x in near), strict=True)]
+        options["bias"] = torch.randn(kv_heads * group, *sides, generator=generator, dtype=torch.float64)
     queries = torch.randint(rows, (5,), generator=generator)
     expected = oracle.weights(q, k, pattern, **extra_keys, **options)
     order, own_options = Ordering.random(length, seed), dict(options)
@@ -173,6 +178,11 @@ def test_documents_have_the_weights_that_each_has_alone(padding):
     torch.testing.assert_close(dense(keys, found, 20), expected, atol=1e-12, rtol=0)
 
 
+def test_it_takes_every_option_of_attend_that_changes_a_weight():
+    names = [inspect.signature(function).parameters.keys() for function in (attend, attention_weights)]
+    assert names[0] - names[1] == {"v", "extra_v", "extra_q", "dropout_p", "backend", "return_lse"}
+
+
 def test_results_do_not_depend_on_how_many_rows_of_k_are_gathered_at_once(monkeypatch):
     q, k, near = drawn(24, 2), drawn(24, 2, seed=1), Neighbourhood((4, 6), 3, edge="clip")
     found = attention_weights(q, k, near, torch.arange(24))
@@ -183,6 +193,7 @@ def test_results_do_not_depend_on_how_many_rows_of_k_are_gathered_at_once(monkey
 def test_gradients_are_those_of_brute_force():
     tensors = [x.requires_grad_() for x in (drawn(12, 4), drawn(12, 2, seed=1), drawn(2, 2, seed=2))]
     near, queries, options = Neighbourhood((3, 4), (2, 3), edge="clip"), [0, 11, 5], {}
+    bias = options["bias"] = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
     hidden = options["key_padding_mask"] = torch.zeros(2, 12, dtype=torch.bool)
     hidden[0, :6], hidden[1] = True, True
     for extra in (True, False):  # without extra keys no query of the second sequence sees any
@@ -194,7 +205,7 @@ def test_gradients_are_those_of_brute_force():
         expected = oracle.weights(q, k, near, **options)[:, :, queries]
         found = dense(*attention_weights(q, k, near, queries, **options), expected.shape[-1])
         dweights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        of = (q, k, *extra_k)
+        of = (q, k, bias, *extra_k)
         grads = [torch.autograd.grad(x, of, dweights) for x in (found, expected)]
         torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
 
@@ -219,6 +230,8 @@ def test_weights_sum_to_1_less_the_share_of_zero_keys_and_to_0_without_keys():
 def test_no_queries_have_empty_results_and_lists_have_the_length_that_the_pattern_says():
     x = drawn(12, 2)
     assert attention_weights(x, x, Neighbourhood((3, 4), 2), [])[0].shape == (2, 2, 0, 0)
+    bias = torch.zeros(2, 3, 3, dtype=torch.float64)
+    assert attention_weights(x, x, Neighbourhood((3, 4), 2), [], bias=bias)[1].shape == (2, 2, 0, 0)
     hidden = torch.ones(2, 12, dtype=torch.bool)
     keys, found = attention_weights(x, x, Neighbourhood((3, 4), 2), range(2), key_padding_mask=hidden)
     assert keys.shape == found.shape == (2, 2, 2, 4)
