@@ -35,7 +35,8 @@ def replays(what: str, *, padded: bool = False, ordering: str = "none", **option
 
     def run() -> list[torch.Tensor]:
         out, lse = call(*leaves, return_lse=True)
-        return [out.detach(), lse, *torch.autograd.grad((out * dout).sum(), leaves)]
+        loss = (out * dout).sum() + lse.masked_fill(lse == -torch.inf, 0.0).square().sum()
+        return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
     run()  # with what is left out without validation
     graph, replayed = captured(run)

@@ -124,7 +124,7 @@ def drawn(*shape, dtype=torch.bfloat16, number=4):
     return [torch.zeros(shape, dtype=dtype) for _ in range(number)]
 
 
-def along(tensors, again: bool = False, *, on_hopper: bool = False, **options) -> None:
+def along(tensors, again: bool = False, *, on_hopper: bool = False, with_dlse: bool = False, **options) -> None:
     """A forward or, again, a backward along a sequence, by the plain kernels or by the warp-specialised ones."""
     q, k, v, dout = tensors
     call = Request(**{"pattern": PATTERN, "scale": 0.125} | options)
@@ -135,7 +135,7 @@ def along(tensors, again: bool = False, *, on_hopper: bool = False, **options) -
         forward(Tensors(q, k, v), call)
     else:
         out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-        backward(dout, Tensors(q, k, v), out, lse, call)
+        backward(dout, Tensors(q, k, v), out, lse, call, torch.zeros_like(lse) if with_dlse else None)
 
 
 def on_grid(module, again: bool, **options) -> None:
@@ -153,7 +153,8 @@ def on_grid(module, again: bool, **options) -> None:
     if not again:
         module.forward(given, request)
     else:
-        module.backward(dout, given, q.clone(), torch.zeros(1, 2, 512), request)
+        dlse = torch.zeros(1, 2, 512) if options.get("with_dlse") else None
+        module.backward(dout, given, q.clone(), torch.zeros(1, 2, 512), request, dlse)
 
 
 def merged(whole: tuple, at: tuple) -> None:
@@ -211,6 +212,10 @@ if __name__ == "__main__":
         for name, module in (("plain", grid_launch), ("hopper", hopper_grid)):
             given = partial(on_grid, module, again)
             thrice(f"grid {name} {again}", lambda given=given: given(masks=(masked(1, 512), masked(1, 8))))
+    for on_hopper, module in ((False, grid_launch), (True, hopper_grid)):
+        run = partial(along, again=True, on_hopper=on_hopper, with_dlse=True)
+        thrice(f"sequence with dlse {on_hopper}", lambda run=run: run(drawn(2, 256, 4, 64)))
+        thrice(f"grid with dlse {on_hopper}", lambda module=module: on_grid(module, True, with_dlse=True))
     order = Ordering.from_curve("hilbert", 512, grid=(16, 32))
     thrice("grid in an order", lambda: on_grid(grid_launch, True, ordering=order))
 

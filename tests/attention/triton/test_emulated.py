@@ -11,7 +11,7 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, NORM_TOLERANCE, determinism, differentiated, stored
+from cases import LAYOUTS, NORM_TOLERANCE, determinism, differentiated, drawn_dlse, stored
 from cases import drawn as tokens
 
 from hilbert_lib import DilatedPattern
@@ -114,6 +114,22 @@ def sources():
 def test_output_and_gradients_of_the_kernels_source_equal_the_oracle(sources, seed, is_deterministic):
     assert fault_of(sources, drawn(seed), is_deterministic) is None
     assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_gradients_of_lse_equal_the_oracles(sources, is_deterministic):
+    case = Case(DilatedPattern((64, 128), (1, 2)), 129, 2, 1, 64, True, 0.125, 1, "bshd", torch.bfloat16)
+    *inputs, dout = tokens(case.length, case.heads, case.kv_heads, case.head_dim, dtype=case.dtype)
+    attend = partial(oracle.attention, pattern=case.pattern, is_causal=True, scale=case.scale)
+    dlse = drawn_dlse(attend(*inputs)[1])
+    right = differentiated(attend, [x.double() for x in (*inputs, dout)], dlse)[2:]
+    call = Request(case.pattern, is_causal=True, scale=case.scale)
+    with determinism(is_deterministic):
+        out, lse = sources.launch.forward_on_hopper(Tensors(*inputs), call)
+        grads = sources.launch.backward_on_hopper(dout, Tensors(*inputs), out, lse, call, dlse.float().nan_to_num())
+    assert f"{emulator.PACKAGE}.hopper.backward" in [each.kernel.__module__ for each in sources.starts]
+    found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    assert emulator.wrong(found, right, NORM_TOLERANCE[case.dtype]) is None
 
 
 def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):

@@ -9,7 +9,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cases import NORM_TOLERANCE, check_nan, check_part, stored
+from cases import NORM_TOLERANCE, check_nan, check_part, differentiated, drawn_dlse, stored
+from cases import drawn as tokens
 from drawn_grids import BOXED, CASES, EDGES, QUERY_BOXES, SPECIAL, Case, boxed_part, drawn, expected, special
 from oracle import attending
 
@@ -65,6 +66,21 @@ def test_output_of_the_kernels_source_equals_the_oracle(sources, number):
     assert fault_of(sources, drawn(number)) is None
     modules = [each.kernel.__module__ for each in sources.starts]
     assert [name for name in modules if ".hopper." in name] == KERNELS
+
+
+def test_gradients_of_lse_equal_the_oracles(sources):
+    near = Neighbourhood((12, 10), (5, 4), edge=("shift", "clip"))
+    q, k, v, dout = tokens(near.length, 2, 1, 64, dtype=torch.bfloat16)
+    given = Tensors(q, k, v, k[:, :3], v[:, :3])
+    dlse = drawn_dlse(attending(near)(*given)[1])
+    right = differentiated(attending(near), [x.double() for x in (*given, dout)], dlse)[2:]
+    request = Request(near.of_heads(1), scale=0.125)
+    sources.starts.clear()
+    out, lse = sources.grids.forward(given, request)
+    grads = sources.grids.backward(dout, given, out, lse, request, dlse.float())
+    assert [name for name in (each.kernel.__module__ for each in sources.starts) if ".hopper." in name] == KERNELS
+    found = dict(zip(("dq", "dk", "dv", "dextra_k", "dextra_v"), grads, strict=True))
+    assert emulator.wrong(found, right, NORM_TOLERANCE[torch.bfloat16]) is None
 
 
 @pytest.mark.parametrize("name", SPECIAL)
