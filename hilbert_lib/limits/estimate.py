@@ -90,7 +90,7 @@ def estimate_memory(
     extra_queries: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
-    """Peak bytes of one call of attention. Packed documents are not covered.
+    """Peak bytes of one call of attention. Packed documents and a backward with a gradient of lse are not covered.
 
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.

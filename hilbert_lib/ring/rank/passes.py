@@ -106,9 +106,8 @@ def _beside_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # All but the fused call: what it adds to the gradients of the touched rows, of q, and of k and v.
     layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
-    if dlse is not None:  # beside lse; what it is in rows without keys never matters
-        seen = dlse.masked_fill(lse == -torch.inf, 0.0)
-        lse_rows = torch.stack([lse, seen], -1).transpose(1, 2)
+    if dlse is not None:  # beside lse
+        lse_rows = torch.stack([lse, dlse], -1).transpose(1, 2)
     by_query = dout, q, out, lse_rows
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
