@@ -258,7 +258,7 @@ BACKENDS = (
         limits=_limits_of_grids,
         reads_orderings=True,
         workspace=_workspace,
-        options=("part",),
+        options=("part", "has_bias"),
     ),
     _flex(
         serves=Pattern,

@@ -42,7 +42,7 @@ class FlexMask(NamedTuple):
     """What FlexAttention takes for a pattern, beside q, k and v."""
 
     blocks: "BlockMask | None"  # None where every query sees every key
-    score_mod: Callable | None = None  # adds the log of how often a query finds a key
+    score_mod: Callable | None = None  # adds the log of how often a query finds a key, or a bias
     orders: tuple[Ordering, Ordering] | None = None  # of q's rows, and of k's and v's; None as they are given
     kernel_options: dict | None = None  # on CUDA
 
@@ -51,7 +51,8 @@ def mask_of(given: Tensors, request: Request, block_size: int) -> FlexMask:
     """The mask of a call. block_size: tokens of a block, each way."""
     if isinstance(request.pattern, DilatedPattern):
         return _mask_of_sequences(given, request, block_size)
-    return FlexMask(_blocks_with_padding(given, request, block_size), kernel_options=FOR_MANY_QUERIES)
+    score_mod = None if given.bias is None else _bias_mod(given, request)
+    return FlexMask(_blocks_with_padding(given, request, block_size), score_mod, kernel_options=FOR_MANY_QUERIES)
 
 
 def _mask_of_sequences(given: Tensors, request: Request, block_size: int) -> FlexMask:
@@ -72,9 +73,7 @@ def _blocks_with_padding(given: Tensors, request: Request, block_size: int) -> "
     q, k, _, extra_k, *_ = given
     padded = request.key_padding_mask is not None or request.extra_padding_mask is not None
     if isinstance(request.pattern, HeadNeighbourhoods):
-        group = q.shape[2] // k.shape[2]
-        windows = tuple(near for near in request.neighbourhoods for _ in range(group))
-        windows = windows if len(set(windows)) > 1 else windows[:1]
+        windows = _windows_of_query_heads(given, request)
         extra = 0 if extra_k is None else extra_k.shape[1]
         box = request.part and request.part.rows
         mask = neighbourhood_mask(windows, request.ordering, box, extra, padded, block_size, q.device)
@@ -84,6 +83,34 @@ def _blocks_with_padding(given: Tensors, request: Request, block_size: int) -> "
         mask, attends, padding = copy(mask), mask.mask_mod, padding_of(given, request)
         mask.mask_mod = lambda b, h, query, key: attends(b, h, query, key) & ~padding[b, key]
     return mask
+
+
+def _windows_of_query_heads(given: Tensors, request: Request) -> tuple[Neighbourhood, ...]:
+    # The neighbourhood of each query head, or one for all.
+    group = given.q.shape[2] // given.k.shape[2]
+    windows = tuple(near for near in request.neighbourhoods for _ in range(group))
+    return windows if len(set(windows)) > 1 else windows[:1]
+
+
+def _bias_mod(given: Tensors, request: Request) -> Callable:
+    # FlexAttention's `score_mod` that adds a bias.
+    windows, box, device = _windows_of_query_heads(given, request), request.part and request.part.rows, given.q.device
+    seq, has_extra = windows[0].length, given.extra_k.shape[1] > 0
+    sides, tables = request.pattern.bias_sides, bias_tables(windows, request.ordering, box, device)
+    bias, is_one = given.bias.flatten(1), len(windows) == 1
+
+    def add_bias(score, b, h, query, key):
+        at, own, entry = key.clamp(max=seq - 1) if has_extra else key, (query,) if is_one else (h, query), 0
+        for side, (rank, shift, first, ranks) in zip(sides, tables, strict=True):
+            far = rank[at]
+            if first is not None:
+                far = torch.where(far < first[own], far + ranks, far)
+            # Pairs that do not attend may have no entry: any serves.
+            entry = entry * side + (far + shift[own] + side // 2).clamp(0, side - 1)
+        biased = score + bias[h, entry]
+        return torch.where(key < seq, biased, score) if has_extra else biased
+
+    return add_bias
 
 
 def _shared(build: Callable) -> GraphCache:
@@ -178,8 +205,7 @@ def neighbourhood_mask(
     way. query_box: the cells of the queries, row by row; None for all, stored as the keys are.
     """
     seq, shape = windows[0].length, windows[0].shape
-    keys = torch.arange(seq, device=device) if ordering is None else ordering.to(device).perm
-    queries = keys if query_box is None else cells_in(query_box, shape, device)
+    keys, queries = _cells(windows[0], ordering, query_box, device)
     cells = zip(torch.unravel_index(queries, shape), torch.unravel_index(keys, shape), strict=True)
     rules = [_rule([near.axes[n] for near in windows], *of_axis) for n, of_axis in enumerate(cells)]
 
@@ -192,6 +218,44 @@ def neighbourhood_mask(
 
     per_head = [_lists_of_windows(near, ordering, queries, extra, padded, block_size) for near in windows]
     return _mask_of_lists(per_head, block_size, attends, (len(queries), seq + extra))
+
+
+@_shared
+def bias_tables(
+    windows: tuple[Neighbourhood, ...],
+    ordering: Ordering | None,
+    query_box: tuple[range, ...] | None,
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor, Tensor | None, int]]:
+    """For each axis the rank of each key, what to add to it for the distance from each query, and what goes round.
+
+    That is the first rank of each query's window, and the number of ranks, which keys before it are further on; or None
+    and 0. Those of queries are (heads, queries) where windows differ. windows, ordering, query_box: as for
+    `neighbourhood_mask`.
+    """
+    keys, queries, shape = *_cells(windows[0], ordering, query_box, device), windows[0].shape
+    tables = []
+    cells = zip(torch.unravel_index(queries, shape), torch.unravel_index(keys, shape), strict=True)
+    for n, (q_cell, k_cell) in enumerate(cells):
+        axis = windows[0].axes[n]
+        (rank, _), (q_rank, count) = axis.ranks(k_cell), axis.ranks(q_cell)
+        starts = torch.stack([near.axes[n].start(q_cell) for near in windows])
+        goes_round = axis.edge == "wrap"
+        firsts = starts % count if goes_round else starts
+        shifts = starts - firsts - q_rank
+        if len(windows) == 1:
+            firsts, shifts = firsts[0], shifts[0]
+        rank, shifts, firsts = (x.int().contiguous() for x in (rank, shifts, firsts))
+        tables.append((rank, shifts, firsts, axis.cells // axis.dilation) if goes_round else (rank, shifts, None, 0))
+    return tables
+
+
+def _cells(
+    near: Neighbourhood, ordering: Ordering | None, query_box: tuple[range, ...] | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    # The cells of keys and of queries as they are stored.
+    keys = torch.arange(near.length, device=device) if ordering is None else ordering.to(device).perm
+    return keys, keys if query_box is None else cells_in(query_box, near.shape, device)
 
 
 @_shared

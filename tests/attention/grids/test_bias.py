@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -37,8 +38,9 @@ from hilbert_lib import (
     neighbourhood_attention,
 )
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.backends import tiles
+from hilbert_lib.attention.backends import flex, tiles
 from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.validation import validated
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 BACKENDS = ("reference", "eager")
@@ -308,6 +310,40 @@ def test_grids_of_any_size_are_one_graph():
         right, _ = attending(Neighbourhood(grid, (3, 2)))(*[x.flatten(1, 2)] * 3, bias)
         with torch.compiler.set_stance(stance):
             torch.testing.assert_close(compiled(x), right, atol=1e-13, rtol=0)
+
+
+def test_flex_reads_the_table_when_traced_and_has_no_gradient_beside_one():
+    *tensors, bias = drawn(extra=2)
+    for near, order in ((NEAR, HILBERT), ((NEAR, replace(NEAR, window=(2, 2))), None)):
+        right = attending(near)(*(x if order is None else order.undo(x, 1) for x in tensors[:3]), *tensors[3:], bias)
+        if order is not None:
+            right = order.apply(right[0], 1), order.apply(right[1], 2)
+        options = dict(zip(("extra_k", "extra_v"), tensors[3:], strict=True))
+        given_ = validated(*tensors[:3], near, bias=bias, ordering=order, **options)
+        assert_close(flex.attend(*given_, block_size=16), right, 1e-12)
+    for leaf in (0, 5):
+        leaves = [x.float().requires_grad_(n == leaf) for n, x in enumerate((*tensors, bias))]
+        with pytest.raises(ValueError, match="backend='flex' cannot serve: has no gradient beside a bias"):
+            call(*leaves, neighbourhood=NEAR, backend="flex")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rules", RULES)
+def test_on_a_gpu_it_is_the_oracles(rules):
+    for n, (heads, dtype) in enumerate(product(("grouped", GROUPED_WINDOWS), (torch.float32, torch.bfloat16))):
+        case = rules, heads, ("none", "random", "box", "none")[n], "bias, extra and padding", dtype
+        check_on_grid(*case, "flex", 16, "cuda", gradients=False)
+        for backend in BACKENDS:
+            check_on_grid(*case, backend, 16, "cuda")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_its_gradient_is_the_same_bits_however_often():
+    near = Neighbourhood((40, 48), (9, 17), edge=("shift", "wrap"))
+    tensors = [x.cuda() for x in (*drawn(near, dtype=torch.float32), torch.randn(2, near.length, 4, 4))]
+    for backend in BACKENDS:
+        first, *others = (attended(tensors, near, backend)[-1] for _ in range(5))
+        assert all(first.equal(other) for other in others)
 
 
 def test_auto_passes_over_what_does_not_serve_it():

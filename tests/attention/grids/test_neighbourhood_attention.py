@@ -196,7 +196,7 @@ def test_flex_attention_with_options_of_its_own_gives_the_output_alone():
     assert torch.equal(out, flex.attend(*given)[0])
 
 
-@grids_in_pairs((4,))
+@grids_in_pairs((4,), more=BIASED)
 def test_flex_attention_has_the_oracles_mask(case, monkeypatch):
     # Compiled it runs on a GPU alone; its blocks and its mask are the same here. Torch traces them all the same, which
     # takes ten times as long as the rest: a case of each rules is enough.
