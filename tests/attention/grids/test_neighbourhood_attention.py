@@ -16,6 +16,7 @@ from cases import (
     PARTS,
     SMALL,
     TOLERANCE,
+    assert_close,
     boxed,
     check_grouped_windows,
     check_nan,
@@ -54,6 +55,7 @@ from hilbert_lib.attention.grid_parts import on_its_keys, part_of_box
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.attention.validation import validated
+from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.patterns.blocks import axis_tiles, mask_blocks
 from hilbert_lib.patterns.neighbourhood import EDGES, HeadNeighbourhoods
 
@@ -307,6 +309,30 @@ def test_boxes_of_one_size_are_one_graph(rules, serving, monkeypatch):
         assert explain_backend(rows, k, k, near, query_box=((start, start + 2), (0, 4))).chosen == serving
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton", "flex", "eager"])
+def test_on_a_gpu_a_box_is_compiled_and_captured(backend):
+    near = Neighbourhood((6, 16, 16), (3, 7, 7), is_causal=(True, False, False))
+    q, k, v = torch.randn(3, 2, near.length, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+
+    def call(q, k, v, frame):
+        box = ((frame, frame + 1), (0, 16), (0, 16))
+        return neighbourhood_attention(q, k, v, near, query_box=box, backend=backend)
+
+    whole = neighbourhood_attention(q.double(), k.double(), v.double(), near, backend="eager").split(256, 1)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for frame, rows in enumerate(q.split(256, 1)):
+        out = call(rows, k, v, frame)
+        assert_close([out], [whole[frame]], TOLERANCE[torch.bfloat16][0])
+        if backend != "flex":  # which torch compiles for itself
+            assert compiled(rows, k, v, frame).equal(out)
+    if backend != "flex":
+        graph, replayed = captured(lambda: call(rows, k, v, 5))
+        rows.fill_(0.5)
+        graph.replay()
+        assert replayed.equal(call(rows, k, v, 5))
+
+
 def test_unions_take_a_box():
     q, k, v, extra_k, extra_v = tensors()
     union = Union((NEAR, replace(NEAR, dilation=1)))
@@ -468,7 +494,8 @@ def test_parts_that_backends_do_not_serve_are_named():
     assert "axis 0 goes round" in limits("hopper", Neighbourhood((4, 6), 2, edge=("wrap", "clip")))
     assert "axis 0 cut a group" in limits("hopper", Neighbourhood((4, 6), 2, stride=2), keys=(range(1, 4), range(6)))
     assert limits("flex", NEAR) == limits("triton", NEAR) == ""
-    for fields in ({"in_float": True}, {"keys": (range(1, 4), range(6))}, {"queries": (range(1, 2), range(2, 6))}):
+    keys = (range(1, 4), range(6)), (range(4), range(5))
+    for fields in ({"in_float": True}, *({"keys": box} for box in keys), {"queries": (range(1, 2), range(2, 6))}):
         assert "no part of a grid but a query_box" in limits("flex", NEAR, **fields)
 
 
