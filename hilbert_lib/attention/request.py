@@ -39,7 +39,8 @@ class Tensors(NamedTuple):
         return self[:5]
 
 
-class Ends(NamedTuple):
+@dataclass(frozen=True)
+class Ends:
     """A range of cells as torch.compile and torch.export take it: they make constants of the ends of a `range`."""
 
     start: int
