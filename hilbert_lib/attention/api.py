@@ -256,10 +256,15 @@ def neighbourhood_attention(
             t is cell query_start + t - key_start of a line that begins at row key_start of k and ends with k. A row
             before it sees no extra keys either. Not with query_box; key_start not where an edge is "wrap".
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
-        extra_q: (batch, extra queries, heads, head_dim), queries beside the grid that see every cell and every extra
-            key: joint attention of text, class tokens. Where an axis is causal they see all of it.
-        extra_k, extra_v: (batch, extra, kv_heads, head_dim), keys that every query sees besides: text, registers.
-            There need not be as many as extra queries.
+        extra_q: (batch, extra queries, heads, head_dim), queries beside the grid: text or class tokens in joint
+            attention. Each sees every cell and every extra key, also where an axis is causal. "auto" chooses one
+            backend for the cells and one for these queries. A backend by name must serve both, or the call raises.
+            "reference" and "eager" compute all. Of another backend, kernels for grids compute the cells, and kernels
+            for sequences the extra queries over all cells. The extra queries over the extra keys are computed by the
+            same kernels, or by matrix products where these kernels do not serve the number of extra keys or their
+            mask. `explain_backend` says which.
+        extra_k, extra_v: (batch, extra keys, kv_heads, head_dim), keys beside the grid that every query sees: text or
+            register tokens. Their number may differ from that of the extra queries.
         key_padding_mask: (batch, seq) bool, True = no weight, for extra queries too.
         extra_padding_mask: (batch, extra) bool, True = no weight.
         bias: (heads, 2 * w_1 - 1, ..., 2 * w_n - 1), added to scaled scores by relative position, with w the window as

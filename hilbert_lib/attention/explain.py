@@ -5,7 +5,7 @@ import torch
 from hilbert_lib.attention import api
 from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.choice import Explanation, choose, explain
-from hilbert_lib.attention.joint import joint_call, joint_refusal
+from hilbert_lib.attention.joint import joint_call, joint_refusal, servers
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.validation import as_cast, as_pattern, validated
 from hilbert_lib.checks import known_by, unscripted
@@ -25,7 +25,7 @@ def explain_backend(
 ) -> Explanation:
     """The backend that `attend` would run for the same arguments, and why it passes over the others.
 
-    With extra_q it is that of the cells; its reason names the one of the extra queries, which "auto" chooses apart.
+    With extra_q, `chosen` is the backend of the cells. Its reason also names what computes the extra queries.
 
     >>> from hilbert_lib import DilatedPattern, Neighbourhood
     >>> q = k = v = torch.ones(1, 8, 2, 4)
@@ -53,9 +53,9 @@ def _with_extra_queries(
     chosen = choose(inputs.q, inputs.k, request, backend, **how)
     reasons = dict(found.reasons)
     for name, reason in found.reasons.items():
-        if name == backend or reason.startswith("can serve"):
+        if name == backend == found.chosen or reason.startswith("can serve"):
             reasons[name] = joint_refusal(inputs, request, name) or reason
     if not (found.chosen and chosen):
         return Explanation("", reasons, found.rule)
-    reasons[found.chosen] += f"; extra queries by {chosen!r}"
+    reasons[found.chosen] += f"; {servers(inputs, request, chosen)}"
     return Explanation(found.chosen, reasons, found.rule)

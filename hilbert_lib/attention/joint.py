@@ -4,7 +4,8 @@ from torch import Tensor
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.autograd import needs_gradient
-from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.backends.all_pairs import extra_keys_refusal
+from hilbert_lib.attention.backends.registry import BACKENDS, backends_for
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.failures import first_that_compiles
 from hilbert_lib.attention.request import Request, Tensors
@@ -45,3 +46,11 @@ def joint_refusal(inputs: Tensors, request: Request, name: str) -> str:
     backend = backends_for(AllPairs).get(name)
     refusal = backend.refusal(inputs.q, request, inputs.k) if backend else "there is none of this name"
     return refusal and f"cannot serve extra_q: {refusal}"
+
+
+def servers(inputs: Tensors, request: Request, name: str) -> str:
+    """What computes extra queries with the backend of this name, in words."""
+    runs_sequences = backends_for(AllPairs)[name].serves is AllPairs  # "reference" and "eager" serve any pattern
+    if runs_sequences and extra_keys_refusal(BACKENDS[name], inputs, request):
+        return f"extra queries over the cells by {name!r}, over the extra keys by matrix products"
+    return f"extra queries by {name!r}"

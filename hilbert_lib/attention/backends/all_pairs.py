@@ -3,8 +3,8 @@
     keys, key_padding_mask             -> out, lse \\
     extra keys, extra_padding_mask     -> out, lse  > merge -> out, lse -> backward of each with the merged results
 
-No tensor is joined to another. Extra keys are few: matrix products serve them where the backend does not serve their
-mask or their number.
+No tensor is joined to another. Extra keys are few. Where the backend does not serve their mask or their number, matrix
+products compute this part; `explain_backend` says so.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def by_one_segment(backend: Backend) -> Backend:
     return Backend(
         serves=AllPairs,
         name=backend.name,
-        note=f"the keys by {backend.name!r} as one segment of a sequence; extra keys, too, or by matrix products",
+        note=f"the keys by {backend.name!r} as one segment of a sequence; extra keys also, or by matrix products",
         colour=backend.colour,
         functions=partial(_functions, backend),
         limits=limits,
@@ -88,7 +88,7 @@ def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_par
 
 def _parts(backend: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request) -> Iterator[_Part]:
     # functions: of the backend, on the device.
-    q, k, v, extra_k, extra_v, *_ = inputs
+    q, k, v, extra_k, *_ = inputs
     has_extra = extra_k is not None and extra_k.shape[1] > 0
     is_part = request.is_part or has_extra
     k, v, key_request = as_counted(
@@ -97,11 +97,30 @@ def _parts(backend: Backend, functions: tuple[Forward, Backward], inputs: Tensor
     yield _Part(Tensors(q, k, v), key_request, *functions)
     if not has_extra:
         return
-    extra_request = _request(q, extra_k, request.extra_padding_mask, request, is_part)
-    k, v, extra_request = as_counted(q.shape[1], extra_k, extra_v, extra_request, backend.name)
-    if backend.refusal_of_sizes(q, k, extra_request):  # the machine is that of the keys
+    extra_inputs, extra_request = _extra_call(backend, inputs, request)
+    if _extra_refusal(backend, extra_inputs, extra_request):
         functions = reference.forward_by_rows, reference.backward_by_rows
-    yield _Part(Tensors(q, k, v), extra_request, *functions)
+    yield _Part(extra_inputs, extra_request, *functions)
+
+
+def _extra_call(backend: Backend, inputs: Tensors, request: Request) -> tuple[Tensors, Request]:
+    # The call of the extra keys along a sequence.
+    q, extra_k = inputs.q, inputs.extra_k
+    request = _request(q, extra_k, request.extra_padding_mask, request, is_part=True)
+    k, v, request = as_counted(q.shape[1], extra_k, inputs.extra_v, request, backend.name)
+    return Tensors(q, k, v), request
+
+
+def _extra_refusal(backend: Backend, inputs: Tensors, request: Request) -> str:
+    # The machine is not asked about: it is that of the keys.
+    return backend.refusal_of_sizes(inputs.q, inputs.k, request)
+
+
+def extra_keys_refusal(backend: Backend, inputs: Tensors, request: Request) -> str:
+    """Why a backend for sequences leaves the extra keys of an `AllPairs` call to matrix products, or ""."""
+    if inputs.extra_k is None or not inputs.extra_k.shape[1]:
+        return ""
+    return _extra_refusal(backend, *_extra_call(backend, inputs, request))
 
 
 def _forward(

@@ -208,10 +208,15 @@ def test_no_keys_are_joined_to_extra_ones(monkeypatch):
 def test_it_says_which_backend_serves_extra_queries():
     tensors = drawn()
     hidden = torch.zeros(2, 24, dtype=torch.bool)
-    explained = partial(explain_backend, *(tensors.pop(name) for name in "qkv"), NEAR, **tensors)
+    q, k, v = (tensors.pop(name) for name in "qkv")
+    explained = partial(explain_backend, q, k, v, NEAR, **tensors)
     assert explained().reasons["eager"].endswith("extra queries by 'sdpa'")
     assert explained(key_padding_mask=hidden).reasons["eager"].endswith("extra queries by 'eager'")
     assert explained(backend="reference").reasons["reference"].endswith("extra queries by 'reference'")
+    over_cells = "extra queries over the cells by 'sdpa', over the extra keys by matrix products"
+    assert explained(extra_padding_mask=hidden[:, :3]).reasons["eager"].endswith(over_cells)
+    refused = explain_backend(q, k, v, NEAR, backend="hopper").reasons["hopper"]
+    assert explained(backend="hopper").reasons["hopper"] == refused  # of the cells
 
 
 TENSORS = drawn()
