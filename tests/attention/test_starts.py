@@ -66,6 +66,8 @@ def check(pattern, backend, dtype, starts, has_mask, options, heads=(4, 2), extr
     *tensors, dout = (x.to(device) for x in drawn(queries, *heads, 8, batch=4, keys=KEYS, dtype=dtype))
     if extra:
         tensors += [x.flip(1)[:, :extra] for x in tensors[1:]]
+        if has_mask:
+            options["extra_padding_mask"] = (torch.arange(4)[:, None] == torch.arange(extra)).to(device)
     if has_mask:
         hidden = torch.rand(4, KEYS, generator=torch.Generator().manual_seed(0)) < 0.3
         options["key_padding_mask"] = hidden.to(device)
@@ -179,6 +181,28 @@ def test_dropout_drops_by_position(is_causal):
                 [x[:1], x[1:].narrow(dim, 6, KEYS - 6)], [right[:1], right[1:].narrow(dim, 0, KEYS - 6)], 1e-12
             )
         assert not found[0].equal(dilated_attention(q, k, v, PATTERN, key_start=begins, is_causal=is_causal))
+
+
+def test_dropout_of_a_few_queries_is_that_of_the_reference():
+    tensors = drawn(2, 4, 2, 8, batch=2, keys=KEYS, dtype=torch.float64)
+    found = []
+    for backend in ("eager", "reference"):
+        torch.manual_seed(0)
+        found.append(attended(tensors, PATTERN, backend, query_start=ROWS, dropout_p=0.4))
+    assert_close(*found, 1e-12)
+
+
+SHORT = DilatedPattern((5, 7, KEYS), (2, 3, 4))  # whose rates do not divide the segments
+FEW = [SHORT, Neighbourhood((KEYS,), 6, 2, 3), Neighbourhood((KEYS,), 9, edge="clip"), Neighbourhood((KEYS,), 30)]
+
+
+@pytest.mark.parametrize("pattern", FEW, ids=str)
+@pytest.mark.parametrize("begin", [0, 7])
+def test_one_query_at_every_position_sees_what_it_sees_alone(pattern, begin):
+    tensors = drawn(1, 4, 4, 8, batch=KEYS, keys=KEYS, dtype=torch.float64)
+    options = {"query_start": torch.arange(KEYS), "key_start": torch.full((KEYS,), begin)}
+    exact = differentiated(partial(oracle.attention, pattern=pattern, **options), tensors)
+    assert_close(attended(tensors, pattern, "eager", **options), exact, 1e-12)
 
 
 class Cache:

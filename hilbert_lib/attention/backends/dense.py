@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib.attention.backends import backend as shared
-from hilbert_lib.attention.backends import reference, strided
+from hilbert_lib.attention.backends import gathered, reference, strided
 from hilbert_lib.attention.backends.backend import SPREADS, Backend, dense_refusal, gpu_refusal, half
 from hilbert_lib.attention.backends.kernel import Eager, Grads, Kernel, Problem
 from hilbert_lib.attention.backends.strided import over_views
@@ -223,7 +223,7 @@ def _cudnn_here(q: Tensor, call: Request) -> str:
 
 def _eager_forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     if has_starts(call):  # views have one beginning for all sequences
-        return reference.forward_by_rows(inputs, call)
+        return gathered.results(inputs, call)
     return strided.forward(inputs, call, Eager)
 
 

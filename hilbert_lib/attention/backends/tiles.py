@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends import reference
+from hilbert_lib.attention.backends import gathered, reference
 from hilbert_lib.attention.backends.backend import SPREADS, Backend
 from hilbert_lib.attention.grid_parts import as_returned, joined, slots_of
 from hilbert_lib.attention.request import BIAS, WORKING_DTYPE, GridPart, Request, Tensors
@@ -248,7 +248,7 @@ def _attends(lines: list[Tensor]) -> Tensor:
 
 def _forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     # Tiles are of a line of which all sequences have the same cells.
-    return reference.forward_by_rows(inputs, request) if has_starts(request) else forward(inputs, request)
+    return gathered.results(inputs, request) if has_starts(request) else forward(inputs, request)
 
 
 def _backward(
