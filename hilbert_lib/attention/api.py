@@ -54,7 +54,7 @@ def attend(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention in which a pattern says which keys each query sees: one softmax over them.
+    """Exact attention: one softmax over the keys that a pattern gives each query.
 
     Differentiable once, by autograd and not by torch.func. A query without keys has output 0, lse -inf and gradient 0.
 
@@ -72,15 +72,16 @@ def attend(
         return_lse: whether to return the lse as well.
 
     Returns:
-        out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries),
-        float32 (float64 for float64), differentiable too; in rows without keys its gradient is not looked at. With
-        extra_q also the extra queries' own: (out, extra_out), or (out, lse, extra_out, extra_lse).
+        out (batch, queries, heads, head_dim) in q's dtype. With return_lse also lse (batch, heads, queries), float32
+        (float64 for float64) and differentiable; a gradient of lse in a row without keys is ignored. With extra_q
+        (out, extra_out), with both (out, lse, extra_out, extra_lse).
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; for an option that this kind of
-            pattern does not take; where an explicit backend cannot serve the call. The backward raises where the
-            backend has no gradient of lse: "cudnn" and "flash" of the largest head_dims. With return_lse "auto" passes
-            over these.
+            pattern does not take; where an explicit backend cannot serve the call. Backends that run a dense kernel
+            compute the gradient of lse in 8 further columns of head_dim. Where the kernel has no room for them
+            ("cudnn" and "flash_attn_4" above head_dim 120, "flash" above 248) the backward raises. With return_lse
+            "auto" passes over such a backend.
 
     >>> x = torch.ones(1, 6, 2, 4)
     >>> attend(x, x, x, DilatedPattern((3, 6), (1, 2)), is_causal=True).shape
@@ -138,9 +139,9 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches of a pattern.
 
-    Differentiable once in q, k and v, by autograd and not by torch.func. A query without keys, or whose scores are all
-    -inf, has output 0 and lse -inf; one without keys also has gradient 0. (Of scores of -inf "sdpa" and "flash" on CUDA
-    say lse 0 and NaN.)
+    Differentiable once in q, k and v, by autograd and not by torch.func. A query without keys has output 0, lse -inf
+    and gradient 0. A query whose scores are all -inf has output 0 and lse -inf, but on CUDA "sdpa" returns lse 0 for
+    it, and "flash" NaN in both.
 
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64. Heads come after
@@ -153,37 +154,38 @@ def dilated_attention(
         dropout_p: share of attention probabilities dropped, in [0, 1). It repeats with `torch.manual_seed`, except
             where torch.compile recomputes on a GPU. lse is that of the undropped probabilities.
         key_padding_mask: (batch, keys) bool, True = no weight; in sequence order, also with kv_ordering.
-        query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
-            by default all cover the same positions. Of a cache that is not full, give the rows that are, or fill the
-            rest with zeros: some backends multiply a NaN in it by a weight of 0.
-            A (batch,) tensor of int32 or int64 on the device of q is one for each sequence, whose values the host never
-            reads: unequal caches, and CUDA graphs. A row of q beyond those of k then has output 0 and lse -inf.
-        key_start: (batch,) int32 or int64 on the device of q: the row of k at which each sequence begins, of a batch
-            that is padded on the left; by default 0. Rows of k before it have no weight, and positions, segments and
-            keys of zeros count from it: q's row t is position query_start + t - key_start, and has output 0 and lse
-            -inf where that is below 0. A value is taken into the range of k's rows. Without it a padded sequence lies
-            at later positions, and so in other segments, than alone, also where key_padding_mask hides the padding.
-            Where q has all rows, each sequence is moved to row 0 first, which is one copy of q, k, v and out, and any
-            backend serves: those without a key_padding_mask where is_causal. Other calls are those of "eager".
+        query_start: q's row t is row query_start + t of k, as in decoding. By default q has the rows of k. Of a cache
+            that is not full, give the rows that are filled, or fill the rest with zeros: some backends multiply a NaN
+            there by a weight of 0.
+            A (batch,) tensor of int32 or int64 on the device of q holds one number for each sequence, for caches of
+            unequal lengths and for CUDA graphs. The host never reads its values. A row of q outside the rows of k has
+            output 0 and lse -inf. "reference" and "eager" serve it.
+        key_start: (batch,) int32 or int64 on the device of q, for a batch that is padded on the left: the row of k at
+            which each sequence begins; by default 0. The host never reads its values. They are clamped to the rows of
+            k. Positions, segments and keys of zeros count from that row: row n of k is position n - key_start. Rows of
+            k before it have no weight. Rows of q before it have output 0 and lse -inf.
+            A key_padding_mask alone is not the same: it hides the padding, and the sequence lies in other segments.
+            Without query_start a copy of q, k, v and out moves each sequence to row 0. Then any backend serves if
+            is_causal, otherwise any that takes a key_padding_mask. With query_start "reference" and "eager" serve.
         kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order. On a GPU
-            "auto" copies k and v in sequence order first where that costs less than to read through a table.
-        cu_seqlens: (documents + 1,) int32 on the device of q: documents lie one after the other in a batch of 1, and
-            document i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1. Each is attended to by itself, its segments and
-            lengths counted from its first row; it may be empty. The first value is 0 and the last q's length. Not with
-            key_padding_mask, query_start, key_start or kv_ordering. Backend "triton", which "auto" then takes first,
-            serves all in one call, and on a GPU without a wait: wrong values stop the GPU. Others loop, and wait for
-            the lengths.
-        max_seqlen: at least the length of every document, if it is known; by default it is not.
+            "auto" first copies k and v into sequence order where that costs less than reading through a table.
+        cu_seqlens: (documents + 1,) int32 on the device of q, for documents one after the other in a batch of 1:
+            document i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may be empty. The first value is 0 and the
+            last q's length. Each document is attended to by itself; its positions and segments count from its first
+            row. Not with key_padding_mask, query_start, key_start or kv_ordering. "triton", which "auto" then takes
+            first, serves all documents in one call. On a GPU it does not wait for the values: wrong ones stop the GPU.
+            Other backends loop over documents and wait for the lengths.
+        max_seqlen: an upper bound of the documents' lengths; by default none is known.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve. "hopper" is the
             warp-specialised kernels of this library, "triton" its plain ones, which also decode.
         return_lse: whether to return the lse as well.
 
     Returns:
-        out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries),
-        float32 (float64 for float64), differentiable too. Of standard normal q and k, lse is off by at most 4e-15 in
-        float64 and 2e-6 in other dtypes, measured on CPUs and an H100. In float16 and bfloat16 on a CPU, "sdpa", which
-        "auto" takes first, is off by up to 1.2e-4: torch's kernel has a fast exponential there. A branch's weight is
-        then off by up to 6e-5, which is below the rounding of out.
+        out (batch, queries, heads, head_dim) in q's dtype. With return_lse also lse (batch, heads, queries), float32
+        (float64 for float64) and differentiable. For standard normal q and k the error of lse is at most 4e-15 in
+        float64 and 2e-6 in other dtypes, measured on CPUs and an H100. One case is worse: float16 and bfloat16 on a CPU
+        by "sdpa", which "auto" takes first, at most 1.2e-4, since torch's kernel has a fast exponential. A branch's
+        weight is then off by at most 6e-5, which is below the rounding of out.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
