@@ -29,7 +29,11 @@ def results(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 
 def _gathers(inputs: Tensors, request: Request) -> bool:
     # Whether there are so few queries that their keys are gathered.
-    if request.dropout_p > 0.0 or not isinstance(request.pattern, DilatedPattern | HeadNeighbourhoods):
+    if (
+        request.dropout_p > 0.0
+        or inputs.bias is not None
+        or not isinstance(request.pattern, DilatedPattern | HeadNeighbourhoods)
+    ):
         return False
     queries, keys = inputs.q.shape[1], inputs.k.shape[1]
     return queries * sum(_counts(request, keys)) <= GATHERED_PER_KEY * keys
@@ -53,7 +57,7 @@ def _gathered_results(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
         # A NaN or inf in a row that a query does not see does not reach it.
         values.append(inputs.v[sequence, row, head].to(dtype).masked_fill(~sees[..., None], 0.0))
     if inputs.extra_k is not None and inputs.extra_k.shape[1]:
-        extra_k, extra_v = (x.transpose(1, 2)[:, None].expand(-1, q.shape[1], -1, -1, -1) for x in inputs[3:])
+        extra_k, extra_v = (x.transpose(1, 2)[:, None].expand(-1, q.shape[1], -1, -1, -1) for x in inputs.extra)
         sees = own >= 0
         if request.extra_padding_mask is not None:
             sees = sees & ~request.extra_padding_mask[:, None, None]
