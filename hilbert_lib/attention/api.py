@@ -242,21 +242,23 @@ def neighbourhood_attention(
     """Exact attention of each cell of a grid of 1 to 3 axes over a window around it (Hassani et al., arXiv 2204.07143).
 
     Differentiable once in q, k, v, all extra tensors and the bias, by autograd and not by torch.func. A query without
-    keys has output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees. What a
-    backend cannot read as it lies in memory is copied once.
+    keys has output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees. A tensor
+    whose strides a backend cannot read is copied once.
 
     Args:
-        q: (batch, queries, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid, or of some.
+        q: (batch, queries, heads, head_dim), head_dim 1 to 256: one row for each cell of the grid, or of those
+            that query_box or query_start names.
         k, v: (batch, seq, kv_heads, head_dim); kv_heads divides heads.
         neighbourhood: which cells a query sees; or a tuple of one for each KV head, which differ in window alone.
-        ordering: in which order q, k, v, the masks, out and lse are stored; None, the default, row by row. Not with
-            query_box, query_start or key_start.
-        query_box: (start, stop) for each axis: q, out and lse hold these cells alone, row by row, while k and v hold
-            the whole grid. The results are those of these rows of the whole call: the next frames of a film, or, of a
-            line, the last cell of a cache. By default all cells.
-        query_start, key_start: on a grid of one axis, for caches of sliding windows, as in `dilated_attention`: q's row
-            t is cell query_start + t - key_start of a line that begins at row key_start of k and ends with k. A row
-            before it sees no extra keys either. Not with query_box; key_start not where an edge is "wrap".
+        ordering: the order in which q, k, v, the masks, out and lse are stored; None, the default, is row by row. Not
+            with query_box, query_start or key_start.
+        query_box: (start, stop) for each axis: q, out and lse hold the cells of this box alone, row by row; k and v
+            hold the whole grid. Results are those of the same cells in a call of all. It serves the next frames of a
+            video, or the last cell of a sequence. By default all cells.
+        query_start, key_start: for grids of one axis, such as the cache of a sliding window; as in `dilated_attention`.
+            A row of q before its sequence does not see extra keys either. Not with query_box. key_start not with
+            edge="wrap". Sequences are moved to row 0 only if stride is 1 and the window is causal or edge="clip";
+            elsewhere "reference" and "eager" serve key_start.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
         extra_q: (batch, extra queries, heads, head_dim), queries beside the grid: text or class tokens in joint
             attention. Each sees every cell and every extra key, also where an axis is causal. "auto" chooses one
@@ -267,21 +269,22 @@ def neighbourhood_attention(
             mask. `explain_backend` says which.
         extra_k, extra_v: (batch, extra keys, kv_heads, head_dim), keys beside the grid that every query sees: text or
             register tokens. Their number may differ from that of the extra queries.
-        key_padding_mask: (batch, seq) bool, True = no weight, for extra queries too.
+        key_padding_mask: (batch, seq) bool, True = no weight, also for extra queries.
         extra_padding_mask: (batch, extra) bool, True = no weight.
-        bias: (heads, 2 * w_1 - 1, ..., 2 * w_n - 1), added to scaled scores by relative position, with w the window as
-            given, or the largest of all heads: w - 1 along an axis is the query itself, and each key further on the
-            next entry; with dilation d each d cells, and where an edge is "wrap" on through it. Extra keys and extra
-            queries have none. The dtype of q or float32 (float64 for float64); autocast leaves it as it is, and its
-            gradient has its dtype. The gradient is the same bits every time.
-        backend: "auto", or one that must serve, extra queries too: see `explain_backend`.
+        bias: (heads, 2 * w_1 - 1, ..., 2 * w_n - 1), added to the scaled scores by relative position. w_i is the window
+            along axis i as given, the largest one where heads have different windows. Entry w_i - 1 is the query's own
+            cell. The next entry is the cell `dilation` further on; with edge="wrap" entries count on past the border.
+            Extra keys and extra queries have no bias. Its dtype is that of q, or float32 (float64 for float64).
+            Autocast does not cast it. Its gradient has its dtype, and the same bits every time.
+            "reference" and "eager" serve it.
+        backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return lse too.
 
     Returns:
-        out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries), float32
-        (float64 for float64), differentiable too. With extra_q (out, extra_out), and with both (out, lse, extra_out,
-        extra_lse), where extra_out is shaped like extra_q, and extra_lse (batch, heads, extra queries). Of standard
-        normal q and k, lse is off by at most 4e-15 in float64 and 2e-6 in other dtypes, measured on CPUs and an H100.
+        out (batch, queries, heads, head_dim) in q's dtype. With return_lse also lse (batch, heads, queries), float32
+        (float64 for float64) and differentiable. With extra_q (out, extra_out), with both (out, lse, extra_out,
+        extra_lse); extra_out is shaped like extra_q, extra_lse is (batch, heads, extra queries). For standard normal q
+        and k the error of lse is at most 4e-15 in float64 and 2e-6 in other dtypes, measured on CPUs and an H100.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
