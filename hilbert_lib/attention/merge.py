@@ -37,7 +37,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     dtype = outs[0].dtype
     parts = [(out.to(lse.dtype), lse.transpose(1, 2)) for out, lse in zip(outs, lses, strict=True)]
     merged, *others = parts
-    for other in others:
+    # One call is merged with one without keys, which holds back the gradients of its rows without keys.
+    for other in others or [(torch.zeros_like(merged[0]), torch.full_like(merged[1], -torch.inf))]:
         merged = merge(*merged, *other)
     out, lse = merged
     return out.to(dtype), lse.transpose(1, 2).contiguous()

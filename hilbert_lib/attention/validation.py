@@ -9,7 +9,7 @@ from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.attention.grid_parts import part_of_box
-from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import check_starts
 from hilbert_lib.attention.transforms import is_dtensor, refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, number, positive
@@ -118,7 +118,7 @@ def validated(
         query_start=query_start,
         cu_seqlens=options["cu_seqlens"],
         max_seqlen=max_seqlen,
-        ordering=_checked_ordering(options["ordering"], k.shape[1], part),
+        ordering=_checked_ordering(options["ordering"], k.shape[1], options["query_box"] is not None),
         extra_padding_mask=extra_padding_mask,
         query_starts=query_starts,
         key_start=options["key_start"],
@@ -278,14 +278,14 @@ def _check_starts_on_line(pattern: Pattern, options: dict) -> None:
         raise ValueError("edge must be 'shift' or 'clip' with key_start, which cuts the line short; got 'wrap'")
 
 
-def _checked_ordering(ordering: object, cells: int, part: GridPart | None) -> Ordering | None:
+def _checked_ordering(ordering: object, cells: int, has_box: bool) -> Ordering | None:
     if ordering is None:
         return None
     if not isinstance(ordering, Ordering):
         raise TypeError(f"ordering must be an Ordering, or None for row by row; got {ordering!r}")
     if ordering.length != cells:
         raise ValueError(f"ordering must have the {cells} cells of the grid, got {ordering!r}")
-    if part and ordering.kind not in ROWS:
+    if has_box and ordering.kind not in ROWS:  # be it a box of all cells
         raise ValueError(f"ordering must be None with query_box, whose cells lie row by row; got {ordering!r}")
     return None if ordering.kind in ROWS else ordering
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -158,6 +159,8 @@ def _checked_queries(queries: object, rows: int) -> list[int]:
 
 def _places(rows: list[int], inputs: Tensors, request: Request) -> list[list[_Place]]:
     # Of each sequence of the batch, or of one for all.
+    if not len(inputs.k):  # no sequence, of which none begins anywhere
+        request = replace(request, query_starts=None, key_start=None)
     keys, row = inputs.k.shape[1], torch.tensor(rows, dtype=torch.int64, device=inputs.k.device)
     if request.cu_seqlens is not None:
         documents = rows_of(request.cu_seqlens, keys, request.max_seqlen)

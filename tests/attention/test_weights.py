@@ -232,6 +232,9 @@ def test_no_queries_have_empty_results_and_lists_have_the_length_that_the_patter
     assert attention_weights(x, x, Neighbourhood((3, 4), 2), [])[0].shape == (2, 2, 0, 0)
     bias = torch.zeros(2, 3, 3, dtype=torch.float64)
     assert attention_weights(x, x, Neighbourhood((3, 4), 2), [], bias=bias)[1].shape == (2, 2, 0, 0)
+    start = torch.zeros(0, dtype=torch.int64)
+    for starts in ({"key_start": start}, {"query_start": start}, {"query_start": start, "key_start": start}):
+        assert attention_weights(x[:0], x[:0], Neighbourhood((12,), 2), [1, 3], **starts)[0].shape == (0, 2, 2, 2)
     hidden = torch.ones(2, 12, dtype=torch.bool)
     keys, found = attention_weights(x, x, Neighbourhood((3, 4), 2), range(2), key_padding_mask=hidden)
     assert keys.shape == found.shape == (2, 2, 2, 4)

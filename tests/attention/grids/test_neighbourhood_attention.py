@@ -431,6 +431,10 @@ WRONG = [
         lambda: neighbourhood_attention(Q[:, IN_BOX], K, V, NEAR, query_box=BOX, ordering=Ordering.random(24, 0)),
         "ordering must be None with query_box",
     ),
+    (
+        lambda: asked(query_box=((0, 4), (0, 6)), ordering=Ordering.random(24, 0)),
+        "ordering must be None with query_box",
+    ),
     (lambda: attend(Q, K, V, DilatedPattern((4,), (1,)), query_box=BOX), "query_start is the word there"),
     (lambda: ring_attend(Q, K, V, NEAR, query_box=BOX), "ring_attend has no argument 'query_box'"),
     (lambda: asked(extra_k=EXTRA_K, extra_v=EXTRA_V[:, 1:]), "extra_v must be .* like extra_k"),
