@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from forked_ranks import fork_ranks
 from own_processes import PATIENCE, mark, marked_processes, start_python, wait_for
 
 from hilbert_lib.launch import REFUSED, workers
@@ -83,7 +84,9 @@ MORE = [pytest.param(x, False, marks=pytest.mark.full) for x in list(BROKEN)[4:]
 
 
 @pytest.mark.parametrize(("fault", "on_grid"), [*((x, False) for x in list(BROKEN)[:4]), *MORE, *ON_GRID])
-def test_the_rank_that_broke_is_named_with_its_cause(request, fault, on_grid):
+def test_the_rank_that_broke_is_named_with_its_cause(request, monkeypatch, fault, on_grid):
+    if fault != "stalls":  # which has to show where it was: a copy was in the calls of torchrun, too
+        fork_ranks(monkeypatch)
     status, cause = BROKEN[fault]
     last = 2 if on_grid or fault == "stalls" else 1  # of two that wait, none may be taken for the one that stalls
     arguments, options = {"fault": fault, "on_grid": on_grid}, {"stall_seconds": PATIENCE}
