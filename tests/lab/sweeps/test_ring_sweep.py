@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import refusals
+from forked_ranks import fork_ranks
 
 from hilbert_lib import dilated_attention
 from hilbert_lib.lab.sustained import WINDOWS
@@ -43,7 +44,9 @@ def measured(tmp_path_factory):
         OverRanks("grid", 2, whole_grid((8, 12), (3, 5), heads=2), sustained_seconds=0.01, **every_cut),
         OverRanks("grid", 2, whole_grid((4, 6, 6), (2, 3, 3), heads=2), backward=False, **every_cut),
     ]
-    return works, folder, run_works(works, output_dir=str(folder), backend="gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        fork_ranks(patch)
+        return works, folder, run_works(works, output_dir=str(folder), backend="gloo")
 
 
 def test_records_hold_samples_and_small_errors_of_every_side(measured):
