@@ -330,6 +330,7 @@ UNSERVED = [
     ({"dropout_p": 0.5, **KEPT}, "benchmark_backends must be False where dropout_p is given"),
     ({"key_padding_mask": PADDING, **KEPT}, "where key_padding_mask is given"),
     ({"query_start": 2, **KEPT}, "where query_start is given"),
+    ({"key_start": torch.zeros(1, dtype=torch.int64), **KEPT}, "where key_start is given"),
     ({"backend": "eager", **KEPT}, "where backend is given"),
     ({"benchmark_backends": 1}, "benchmark_backends must be True or False, got"),
 ]

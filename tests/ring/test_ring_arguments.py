@@ -127,6 +127,8 @@ TYPES = [
     (lambda: of_any_on_one(3), "pattern must be a DilatedPattern or a Neighbourhood, got int"),
     (lambda: of_any(order=None), "ring_attend has no argument 'order'; did you mean 'ordering'"),
     (lambda: call(shards=None), "ring_dilated_attention has no argument 'shards'"),
+    (lambda: call(key_start=None), "ring_dilated_attention has no argument 'key_start'"),
+    (lambda: of_any(query_start=None), "ring_attend has no argument 'query_start'"),
     (lambda: on_grid(transport="auto"), "ring_neighbourhood_attention has no argument 'transport'"),
     (lambda: shard("x"), "x must be a tensor, got str"),
     (lambda: gather("x"), "x must be a tensor, got str"),
