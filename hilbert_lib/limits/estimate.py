@@ -255,7 +255,7 @@ class _ExtraCall(NamedTuple):
             peak = self._workspace((self.inputs,), sum(results.values()))
             workspace = max(peak, workspace - sum(results.values()))
             return _estimate(inputs | {"extra q": q.nbytes}, outputs | results, {"temporary": workspace})
-        grads = sum(x.nbytes for x in self.inputs)  # all of them, while the backward of the cells runs
+        grads = sum(x.nbytes for x in self.inputs.with_rows)  # all of them, while the backward of the cells runs
         peak = self._workspace((q, self.inputs, q, lse), grads)
         outputs = outputs | {"dextra q": q.nbytes}
         workspace = max(grads + peak - sum(outputs.values()), grads - q.nbytes + workspace)
