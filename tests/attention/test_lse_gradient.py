@@ -131,6 +131,20 @@ def test_on_a_gpu_the_gradient_of_lse_is_the_oracles(name, backend, dtype):
     check(name, backend, dtype, 64, "cuda")
 
 
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_a_bias_has_a_gradient_of_lse(backend):
+    near = of_rules("plane", "one")
+    q, k, v, dout = drawn(near.length, 2, 2, 4, dtype=torch.float64)
+    bias = torch.randn(2, *(2 * side - 1 for side in near.window), dtype=torch.float64)
+    exact = partial(oracle.attention, pattern=near)
+    dlse = drawn_dlse(exact(q, k, v)[1])
+
+    def biased(call):
+        return gradients(lambda q, k, v, bias: call(q, k, v, bias=bias), [q, k, v, bias, dout], dlse, True)
+
+    assert_close(biased(partial(attend, pattern=near, backend=backend, return_lse=True)), biased(exact), 1e-12)
+
+
 @pytest.mark.parametrize("backend", NAMES)
 def test_documents_have_their_gradients_of_lse(backend):
     lengths, dtype = [7, 0, 13, 3], exactest(backend)
