@@ -72,14 +72,14 @@ def test_gradients_of_lse_equal_the_oracles(sources):
     near = Neighbourhood((12, 10), (5, 4), edge=("shift", "clip"))
     q, k, v, dout = tokens(near.length, 2, 1, 64, dtype=torch.bfloat16)
     given = Tensors(q, k, v, k[:, :3], v[:, :3])
-    dlse = drawn_dlse(attending(near)(*given)[1])
-    right = differentiated(attending(near), [x.double() for x in (*given, dout)], dlse)[2:]
+    dlse = drawn_dlse(attending(near)(*given[:5])[1])
+    right = differentiated(attending(near), [x.double() for x in (*given[:5], dout)], dlse)[2:]
     request = Request(near.of_heads(1), scale=0.125)
     sources.starts.clear()
     out, lse = sources.grids.forward(given, request)
     grads = sources.grids.backward(dout, given, out, lse, request, dlse.float())
     assert [name for name in (each.kernel.__module__ for each in sources.starts) if ".hopper." in name] == KERNELS
-    found = dict(zip(("dq", "dk", "dv", "dextra_k", "dextra_v"), grads, strict=True))
+    found = dict(zip(("dq", "dk", "dv", "dextra_k", "dextra_v"), grads[:5], strict=True))
     assert emulator.wrong(found, right, NORM_TOLERANCE[torch.bfloat16]) is None
 
 
