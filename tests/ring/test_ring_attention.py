@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from allpairspy import AllPairs
 from cases import BRANCHES, HEADS, LARGE_RULES, MORE, RULES, shape_of
+from forked_ranks import fork_ranks
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
 from hilbert_lib.launch import REFUSED
@@ -405,10 +406,12 @@ def _answers(ranks: int, backend: str) -> list[list]:
 @cache
 def _all_answers(**waiting) -> list[dict] | RankError:
     calls = {str(ranks): calls_of(ranks, "gloo") for ranks in sorted(CALLS) if ranks <= TOGETHER}
-    try:
-        return run_ranks("ring_ranks:run_on_fewer", TOGETHER, {"calls": calls}, **waiting)
-    except RankError as error:  # of every test that asks, without another start
-        return error
+    with pytest.MonkeyPatch.context() as patch:
+        fork_ranks(patch)
+        try:
+            return run_ranks("ring_ranks:run_on_fewer", TOGETHER, {"calls": calls}, **waiting)
+        except RankError as error:  # of every test that asks, without another start
+            return error
 
 
 def answers(ranks: int, name: str, arguments: dict, backend: str = "gloo") -> list:
