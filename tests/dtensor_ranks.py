@@ -84,6 +84,7 @@ def refused() -> dict[str, str]:
         "sums": partial(attend, DTensor.from_local(plain["q"], mesh, [Partial()]), k, v, NEAR),
         "another placement": partial(attend, q, whole, v, NEAR),
         "a plain tensor": partial(attend, q, plain["k"], v, NEAR),
+        "no k": partial(attend, q, None, v, NEAR),
         "a plain q": partial(attend, plain["q"], k, v, NEAR),
         "a plain mask": partial(attend, q, k, v, NEAR, key_padding_mask=hidden),
         "a mask alone": partial(

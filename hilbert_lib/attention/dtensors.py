@@ -53,8 +53,8 @@ def results_of_ranks(
 
     local_tensors = []
     for name, x in tensors.items():
-        check_axes(name, x)
         local_tensors.append(local(name, x, placements))
+        check_axes(name, x)
     local_options = dict(options)
     for name, x in options.items():
         if name in AS_Q + BY_BATCH and isinstance(x, Tensor):

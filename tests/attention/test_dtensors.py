@@ -12,6 +12,7 @@ SAID = {
     "sums": "ValueError: q must be a DTensor that is replicated",
     "another placement": "ValueError: k must be placed by .*, as q is, got",
     "a plain tensor": "TypeError: k must be a DTensor, as q is, got Tensor: distribute_tensor makes one",
+    "no k": "TypeError: k must be a DTensor, as q is, got NoneType",
     "a plain q": "TypeError: q must be a DTensor, as another tensor is, got Tensor",
     "a plain mask": "TypeError: key_padding_mask must be a DTensor, as q is",
     "a mask alone": "TypeError: q must be a DTensor, as another tensor is",
