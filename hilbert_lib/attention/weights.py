@@ -70,13 +70,13 @@ def attention_weights(
 ) -> tuple[Tensor, Tensor]:
     """The keys that some queries see in `attend`, and the weight of each: heat maps without a matrix of all pairs.
 
-    Weights times the rows of v that `keys` names are the rows of `attend`'s output. Differentiable in q, k, extra_k and
+    The sum of weights times the rows of v that `keys` names is `attend`'s output. Differentiable in q, k, extra_k and
     bias by autograd, which keeps the rows of k that were gathered.
 
-    Memory: results of batch * heads * queries * most elements, some times over, and `most` rows of k of each batch (or
-    2^20 rows, if they are of more queries). Time: that of these, too; for a pattern of one's own that of one mask of
-    its queries and all keys. The host waits for the values of `queries`, and of tensors of starts: torch.compile breaks
-    its graph here, and torch.export is refused.
+    Memory grows with batch * heads * queries * most, the elements of the results. At once 2^20 rows of k are gathered,
+    or those of one query of each sequence if they are more. Time grows likewise. A pattern of one's own is asked for a
+    mask of each query and all keys. The host waits for the values of `queries`, `query_start` and `key_start`:
+    torch.compile breaks its graph here, and torch.export is refused.
 
     Args:
         q, k: as in `attend`.
@@ -86,10 +86,12 @@ def attention_weights(
             query_box, extra_k, extra_padding_mask, bias: as in `attend`, each for the patterns that take it there.
 
     Returns:
-        keys: (batch, heads, n, most) int64, rows of k as it is stored, ascending, then -1 where a query sees fewer
-            than the one that sees most; extra key e is k's number of rows + e. A hidden key is not listed.
-        weights: (batch, heads, n, most) float32, float64 for float64; 0 at -1. A key of two branches is listed once,
-            with both weights. They sum to 1, less the share of the zero keys of `padding="zeros"`; to 0 without keys.
+        keys: (batch, heads, n, most) int64, the rows of k as it is stored, ascending. `most` is the largest number of
+            keys, extra ones too, that the pattern gives one of these queries. A query with fewer has -1 in the places
+            left over. Extra key e is k's number of rows + e. A masked key is not listed.
+        weights: (batch, heads, n, most) float32 (float64 for float64), 0 where keys are -1. A key of two branches is
+            listed once, with the sum of both weights. The weights of a query sum to 1, or to 0 without keys. With
+            `padding="zeros"` keys of zeros take a share and are not listed.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed.
