@@ -16,14 +16,15 @@ from hilbert_lib.patterns.neighbourhood import Neighbourhood
 class NeighbourhoodAttention(ProjectedAttention):
     """Self-attention of each cell of a grid over a window around it, with projections.
 
-    One module serves every grid; a window that goes round needs one that holds it.
+    One module serves every grid. With edge="wrap" the window must fit into the grid.
 
     Args:
         embed_dim: size of a token.
         num_heads: query heads, a divisor of embed_dim; embed_dim / num_heads is 1 to 256.
         window, dilation, stride, is_causal, edge: as in `Neighbourhood`; a sequence has one value for each axis.
         kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
-        bias: whether the projections have one.
+        bias: whether the projections have one. A bias by relative position is an argument of `neighbourhood_attention`
+            alone.
         backend: as in `neighbourhood_attention`.
         device, dtype: of the parameters.
 
@@ -75,15 +76,16 @@ class NeighbourhoodAttention(ProjectedAttention):
 
         Args:
             x: (batch, *grid, embed_dim), with 1 to 3 axes of the grid.
-            query_box: (start, stop) for each axis: the cells to return; by default all. Every cell is projected.
+            query_box: (start, stop) for each axis, the cells to return; by default all. q, k and v of every cell are
+                projected.
             key_padding_mask: (batch, *grid) bool, True = no weight.
-            extra: (batch, tokens, embed_dim), tokens that every cell sees besides: text, registers.
+            extra: (batch, tokens, embed_dim), tokens beside the grid that every cell sees, such as text or registers.
             extra_padding_mask: (batch, tokens) bool, True = no weight.
-            return_extra: whether extra tokens attend too, to every cell and every extra token (joint attention).
+            return_extra: whether extra tokens also attend, to every cell and every extra token (joint attention).
 
         Returns:
-            The output, shaped like x, or (batch, *box, embed_dim); with return_extra also that of the extra tokens,
-            shaped like extra.
+            The output, shaped like x; with query_box (batch, *box, embed_dim). With return_extra also the output of
+            the extra tokens, shaped like extra.
 
         Raises:
             TypeError, ValueError: as `Neighbourhood` and `neighbourhood_attention`; where x is no such tensor.

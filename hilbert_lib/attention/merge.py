@@ -13,10 +13,10 @@ from hilbert_lib.machine import kernel_mode
 @unscripted
 @suggesting
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys of several calls, from the out and lse of each: one softmax over them (arXiv 2307.02486).
+    """Attention over the keys of several calls, from the out and lse of each: one softmax over all (arXiv 2307.02486).
 
-    A key of two calls counts twice. Differentiable in every out and lse. In float32 (float64 for float64), and out is
-    rounded once. A row that no call has keys for has out 0, lse -inf and gradient 0.
+    A key of two calls counts twice. Differentiable in every out and lse. Sums are in float32 (float64 for float64); out
+    is rounded once. A row for which no call has keys has out 0, lse -inf and gradient 0.
 
     Args:
         outs: (batch, seq, heads, head_dim) each, of one shape and dtype, one at least; 0 where its lse is -inf.

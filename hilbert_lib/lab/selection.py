@@ -130,11 +130,11 @@ def select_attention_backend(
 ) -> str:
     """The name of the backend that `attend` would run for the same arguments; options as in `explain_backend`.
 
-    With benchmark_backends the candidates are timed first, where this machine has not done so for calls of this class,
-    on random tensors of the size of q, and what came out is remembered. Where one backend alone serves there is nothing
-    to time. That is refused with dropout, masks, extra queries or keys, a bias, packed documents, a query_start, a
-    query_box, an ordering of a grid, windows that differ by head, a union, a pattern of one's own, or a backend; and
-    raises RuntimeError where no two backends serve within memory.
+    With benchmark_backends the candidates are timed first, on random tensors of the size of q, unless this machine has
+    timed calls of this class before. The result is remembered. If one backend alone serves, none is timed. Refused with
+    dropout, masks, extra queries or keys, packed documents, query_start, key_start, a query_box, a bias, an ordering of
+    a grid, windows that differ by head, a union, a pattern of one's own, or a backend. RuntimeError if no two backends
+    serve within memory.
 
     >>> q = torch.ones(1, 8, 2, 4)
     >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))
