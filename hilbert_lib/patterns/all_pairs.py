@@ -11,13 +11,13 @@ from hilbert_lib.patterns.pattern import Pattern
 
 
 def one_segment(queries: int, keys: int) -> DilatedPattern:
-    """The dilated pattern in which so many queries see so many keys: one branch of rate 1, whose segment holds all."""
+    """The dilated pattern in which all these queries see all these keys: one branch of rate 1, one segment."""
     return DilatedPattern((max(queries, keys, 1),), (1,))
 
 
 @dataclass(frozen=True)
 class AllPairs(Pattern):
-    """Every query sees every key, and every extra key. There are as many queries as one likes.
+    """Every query sees every key and every extra key. The number of queries may differ from that of keys.
 
     >>> AllPairs().mask(0, torch.arange(2), torch.arange(3), kv_head=0, kv_heads=1).int().tolist()
     [[1, 1, 1], [1, 1, 1]]

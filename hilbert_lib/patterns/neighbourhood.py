@@ -40,10 +40,10 @@ class Axis:
     edge: str
 
     def fitted(self) -> "Axis":
-        """The same keys of every cell, by a dilation, a window and a stride that no number of cells outgrows.
+        """The axis with the same keys for every cell, whose dilation, window and stride are at most its size.
 
-        With M ranks in the longest sub-axis, a window of M that is moved inside, or that ends with its query, holds all
-        of them, and so does a clipped one of 2 * M - 1. Where a window goes round, the numbers fit already.
+        The longest sub-axis has M ranks. A window of M holds all of them if it is causal or moved inside; a clipped one
+        does from 2 * M - 1 on. With edge="wrap" the numbers fit already.
 
         >>> Axis(6, 50, 1, 50, False, "shift").fitted().window, Axis(6, 50, 1, 50, False, "clip").fitted().window
         (6, 11)
@@ -79,9 +79,9 @@ class Axis:
         return in_window & (key_rank <= rank) if self.is_causal else in_window
 
     def distance(self, query: Tensor, key: Tensor) -> Tensor:
-        """Ranks from each query to each key that it attends to, along its window: of cells that broadcast.
+        """Ranks from each query to each key that it attends to; cells broadcast.
 
-        A window that goes round is walked on past the end. Of other pairs the numbers say nothing.
+        With edge="wrap" ranks count on past the end. For pairs that do not attend the values have no meaning.
         """
         (rank, _), (key_rank, count) = self.ranks(query), self.ranks(key)
         if self.edge != "wrap":
@@ -118,8 +118,8 @@ class Neighbourhood(Pattern):
 
     Args:
         shape: 1, 2 or 3 sides [cells].
-        window: cells that a query sees along each axis, odd or even. One value or one for each axis, as all below. It
-            may be larger than the grid, unless it goes round: window * dilation is then at most the side.
+        window: cells that a query sees along each axis, odd or even. One value, or one for each axis, as all below. It
+            may be larger than the grid. With edge="wrap" window * dilation is at most the side.
         dilation: distance of two neighbouring keys, 1 by default.
         stride: so many neighbouring queries share one window, 1 by default, at most the window as given.
         is_causal: whether keys past the query along the axis are left out: keys c - w + 1 to i, where c, the last of
@@ -313,7 +313,7 @@ class HeadNeighbourhoods(Pattern):
     def bias_entries(self, queries: Tensor, keys: Tensor, *, kv_head: int) -> Tensor:
         """The entry of a flat table of bias for each pair that attends: int64 of positions that broadcast.
 
-        Of other pairs it is any entry.
+        For pairs that do not attend it is any entry.
 
         >>> near = HeadNeighbourhoods((Neighbourhood((4,), 3),))
         >>> near.bias_entries(torch.tensor(0), torch.arange(3), kv_head=0).tolist()

@@ -58,7 +58,7 @@ class Union(Pattern):
 
     @property
     def options(self) -> frozenset[str]:
-        """Arguments of `attend` that all parts take, but for a bias: each part would need one of its own."""
+        """Arguments of `attend` that all parts take. A bias is not among them: each part would need its own."""
         return frozenset.intersection(*(pattern.options for pattern in self.patterns)) - {"bias"}
 
     def of_heads(self, kv_heads: int) -> Self:
