@@ -22,8 +22,8 @@ from hilbert_lib.attention.backends.parts import merge_patterns
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.patterns.all_pairs import AllPairs, one_segment
 
-# Backends whose kernels look for a query's segment among those that the keys fill, and take lengths that differ for
-# decoding.
+# Backends whose kernels find a query's segment among those that the keys fill, and which decode if q and k have
+# different lengths.
 _BY_POSITION = ("hopper", "triton")
 
 
@@ -37,9 +37,10 @@ class _Part(NamedTuple):
 
 
 def as_counted(queries: int, k: Tensor, v: Tensor, request: Request, name: str) -> tuple[Tensor, Tensor, Request]:
-    """k, v and a request of `one_segment` as a backend takes them, whose kernel may count keys by their positions.
+    """k, v and a request of `one_segment` as a backend takes them.
 
-    Keys without weight then make up for those that are missing, which "hopper" refuses.
+    Some kernels need a key at each query's position. Where keys are fewer, k and v are padded and a mask hides the
+    padding; "hopper" refuses a mask.
     """
     batch, keys = k.shape[:2]
     if name not in _BY_POSITION or queries == keys:
@@ -53,7 +54,7 @@ def as_counted(queries: int, k: Tensor, v: Tensor, request: Request, name: str) 
 
 
 def by_one_segment(backend: Backend) -> Backend:
-    """The backend for `AllPairs` that runs one for sequences: it serves where that serves the keys."""
+    """The backend for `AllPairs` that runs a backend for sequences. It serves where that one serves the keys."""
 
     def limits(q: Tensor, request: Request) -> str:
         return backend.refusal_whatever_the_keys(q, _request(q, q, request.key_padding_mask, request))

@@ -68,11 +68,11 @@ class Backend:
     package: str = ""  # its name in `presence`, unless torch or this library brings it
     reads_orderings: bool = False  # through `Request.inverse`; for others k and v are gathered once
     reads_documents: bool = False  # through `Request.cu_seqlens`; others are given one after the other
-    reads_starts: bool = False  # of whole sequences at key_start; for others each is moved to row 0 where that is exact
+    reads_starts: bool = False  # at key_start; for others whole sequences are moved to row 0 where that is exact
     caveat: str = ""  # what it lacks that the reference has
     workspace: Workspace | None = None  # it, or what it returns, is None where memory is found on meta tensors
     options: tuple[str, ...] = ()  # later ones of a call that it serves
-    lse_columns: int = 0  # that the gradient of lse adds to head_dim
+    lse_columns: int = 0  # columns that the gradient of lse adds to head_dim
 
     def refusal(self, q: Tensor, call: Request, k: Tensor | None = None) -> str:
         """Why it cannot serve a call, or "" where it can. k: may be left out where it has the shape of q."""
@@ -82,11 +82,11 @@ class Backend:
         return refused
 
     def aligns(self, call: Request) -> bool:
-        """Whether it is given sequences that are padded on the left moved to row 0."""
+        """Whether sequences that are padded on the left are moved to row 0 for it."""
         return not self.reads_starts and is_alignable(call)
 
     def as_run(self, call: Request) -> Request:
-        """The request of which it is asked: `aligned_request` where it is given moved sequences."""
+        """The request that it is asked about: `aligned_request` where sequences are moved for it."""
         return aligned_request(call) if self.aligns(call) else call
 
     def refusal_whatever_the_keys(self, q: Tensor, call: Request) -> str:
@@ -111,7 +111,7 @@ class Backend:
         return refused and f"has no gradient of lse: with the {self.lse_columns} columns that it takes, {refused}"
 
     def refusal_of_sizes(self, q: Tensor, k: Tensor, call: Request) -> str:
-        """The part of `refusal` that does not hang on the machine."""
+        """The part of `refusal` that does not depend on the machine."""
         call = self.as_run(call)
         return self._refusal_of_options(call) or self.limits(q, call) or self.of_keys(q, k, call)
 

@@ -48,7 +48,7 @@ def backward(
 def gradients_of_part(
     dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a part's own out and lse, of the gradients of the merged ones."""
+    """The gradients of a part's own out and lse, from those of the merged out and lse."""
     # out = sum of w own_out over the parts, w = exp(own_lse - lse). So own_out has the gradient w dout, and own_lse the
     # gradient w (rowsum(dout * (own_out - out)) + dlse).
     nothing = own_lse == -torch.inf  # -inf minus -inf is NaN

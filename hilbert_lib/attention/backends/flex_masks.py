@@ -105,7 +105,7 @@ def _bias_mod(given: Tensors, request: Request) -> Callable:
             far = rank[at]
             if first is not None:
                 far = torch.where(far < first[own], far + ranks, far)
-            # Pairs that do not attend may have no entry: any serves.
+            # A pair that does not attend may have no entry. Any entry serves.
             entry = entry * side + (far + shift[own] + side // 2).clamp(0, side - 1)
         biased = score + bias[h, entry]
         return torch.where(key < seq, biased, score) if has_extra else biased
@@ -227,11 +227,11 @@ def bias_tables(
     query_box: tuple[range, ...] | None,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor, Tensor | None, int]]:
-    """For each axis the rank of each key, what to add to it for the distance from each query, and what goes round.
+    """For each axis (key_rank, shift, first, ranks). Rank plus shift is the distance from a query to a key.
 
-    That is the first rank of each query's window, and the number of ranks, which keys before it are further on; or None
-    and 0. Those of queries are (heads, queries) where windows differ. windows, ordering, query_box: as for
-    `neighbourhood_mask`.
+    shift: of each query. first: with edge="wrap" the first rank of each query's window, otherwise None. A key before it
+    counts as `ranks` further on, the number of ranks. shift and first are (heads, queries) where windows differ.
+    windows, ordering, query_box: as for `neighbourhood_mask`.
     """
     keys, queries, shape = *_cells(windows[0], ordering, query_box, device), windows[0].shape
     tables = []

@@ -1,4 +1,4 @@
-"""A few queries of sequences that begin at unequal rows: the keys that each may see are gathered, and no others read.
+"""A few queries of sequences that begin at unequal rows: the keys that each may see are gathered. No others are read.
 
 position of the query     -> positions that it may see, as many for each -> their rows of k -> one softmax
 """
@@ -15,13 +15,13 @@ from hilbert_lib.attention.starts import begins_of, lengths_of, positions_of
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
-# So often a row of k is gathered at most, on average: dense masks read each once. One query of 16,384 keys took a third
-# of their time for two branches, and a tenth for a window of 1,024, on a CPU with one thread.
+# The most times that a row of k is gathered, on average; with dense masks it is read once. On a CPU with one thread one
+# query of 16,384 keys took a third of the time of dense masks for two branches, and a tenth for a window of 1,024.
 GATHERED_PER_KEY = 4
 
 
 def results(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    """Output and lse as `reference.forward`; of more queries by dense masks."""
+    """Output and lse as `reference.forward`; with many queries by dense masks."""
     if _gathers(inputs, request):
         return _gathered_results(inputs, request)
     return reference.forward_by_rows(inputs, request)

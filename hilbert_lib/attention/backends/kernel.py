@@ -25,7 +25,7 @@ class Problem:
 class Kernel(Protocol):
     """A dense kernel. Tensors are (batch, heads, rows, head_dim), lse (batch, heads, rows).
 
-    The backward is given the *merged* out and lse, so that it needs no gradient through lse.
+    The backward is given the *merged* out and lse of all parts. A gradient of lse is given in further columns.
     """
 
     @staticmethod

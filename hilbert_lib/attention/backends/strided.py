@@ -24,7 +24,8 @@ from hilbert_lib.attention.request import WORKING_DTYPE, Request, StridedRows, T
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 
-# Columns that the gradient of lse adds to head_dim: kernels for GPUs take multiples of 8. Some hold the digits of dlse.
+# LSE_COLUMNS: columns that the gradient of lse adds to head_dim, a multiple of 8 for kernels on GPUs. LSE_PARTS of them
+# hold the digits of dlse.
 LSE_COLUMNS, LSE_PARTS = 8, 3
 
 
@@ -91,7 +92,7 @@ def _gradients(kernel: Kernel, step: "Step", with_dlse: bool) -> tuple[Tensor, T
 def _columns(dlse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Columns of dout and of out (..., LSE_COLUMNS) that subtract dlse (..., 1) from rowsum(dout * out).
 
-    Kernels reckon this sum themselves. Beside columns of 0 in q, k and v these change nothing else.
+    Kernels compute this sum themselves. Beside columns of 0 in q, k and v these columns change nothing else.
     """
     # Of dout a power of two, so that half precision has the range, and of out what is left of dlse, in as many columns
     # as hold its digits.

@@ -37,7 +37,7 @@ class _Tile(NamedTuple):
 
 
 class _AxisBias(NamedTuple):
-    """Where the tiles of one axis meet the entries of a table of bias."""
+    """The entries of a table of bias that the pairs of one axis's tiles have."""
 
     entries: Tensor  # (tiles, rows, keys) int64, the entry of each pair
     keys: Tensor  # (tiles, rows, entries) int64, the key with which a row meets an entry
@@ -106,7 +106,7 @@ def _of_heads(inputs: Tensors, kv_heads: list[int]) -> tuple[Tensors, slice | Te
 
 def _summed_by_entry(dscores: Tensor, bias: list[_AxisBias]) -> Tensor:
     # The gradient of a table of bias (heads, entries along each axis), of (batch, tiles, kv_heads, group * rows, keys).
-    # Along an axis a row meets an entry with one key at most. No two summands are added in an order of the device's.
+    # Along an axis a row has each entry with one key at most. So no sum depends on an order that the device chooses.
     pairs = dscores.sum(0)
     count = len(bias)
     tiles, kv_heads = pairs.shape[:2]
