@@ -90,19 +90,19 @@ def estimate_memory(
     extra_queries: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
-    """Peak bytes of one call of attention. Packed documents and a backward with a gradient of lse are not covered.
+    """Peak bytes of one call of attention. Packed documents, a bias and a gradient of lse are not covered.
 
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
         heads, head_dim, batch: heads of q, size of one head, sequences.
-        length: keys; on a grid it is left out, as are is_causal, dropout_p and has_kv_ordering, and on one of more than
-            one axis has_key_start and queries.
+        length: keys. On a grid it is left out, as are is_causal, dropout_p and has_kv_ordering. On a grid of more than
+            one axis has_key_start and queries are left out, too.
         kv_heads: heads of k and v; by default as many as of q.
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
         backend, is_causal, dropout_p: as the functions take them.
-        has_key_padding, has_kv_ordering, has_key_start: whether there is such an argument; a query_start that is a
-            tensor takes what a key_start does. Where k and v are put in sequence order first, copies of both are kept
+        has_key_padding, has_kv_ordering, has_key_start: whether the call has a key_padding_mask, a kv_ordering, a
+            key_start or a tensor of query_start. Where k and v are put in sequence order first, copies of both are kept
             for the backward. Tables that later calls share are not counted.
         queries: rows of q, the last positions (decoding); by default all.
         query_box: on a grid, the cells of q, as the function takes it; not with queries or has_key_start.
