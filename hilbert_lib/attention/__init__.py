@@ -17,7 +17,9 @@ grid_parts     parts of a grid, and which cells lie in which rows
 joint          queries beside a grid, which see every cell and every extra key
 grid_module    attention on grids as a layer
 explain        which backend serves a call
-weights        the weights with which some queries attend, and to which keys
+starts         the row of k at which each sequence of a batch begins
+aligned        sequences that are padded on the left, moved to row 0
+weights        the weights of some queries, and the keys that they belong to
 dtensors       DTensors as q, k and v, split by batch or heads
 transforms     transforms of torch that have no rule here, refused by name
 registration   a function and its gradient as torch operators

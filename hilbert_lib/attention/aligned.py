@@ -21,14 +21,14 @@ from hilbert_lib.patterns.union import Union
 
 
 def is_alignable(request: Request) -> bool:
-    """Whether the call is one of sequences at row 0: q has all rows, and no key hangs on how many there are."""
+    """Whether sequences may be moved to row 0: q has all rows, and no query's keys depend on the sequence's length."""
     if request.key_start is None or request.query_start is not None or request.query_starts is not None:
         return False
     return all(map(_has_no_end, _patterns(request)))
 
 
 def aligned_request(request: Request) -> Request:
-    """The request of sequences at row 0, whose backend is asked for: of its mask, if it needs one, without values."""
+    """The request of sequences at row 0, for the choice of a backend. A mask that it needs is empty here."""
     padding = request.key_padding_mask
     if padding is None and not _is_causal(request):
         padding = request.key_start.new_empty(0, dtype=torch.bool)
@@ -36,7 +36,7 @@ def aligned_request(request: Request) -> Request:
 
 
 def aligned_forward(run: Callable, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    """Output and lse by `run`, the forward of a backend, of sequences at row 0."""
+    """Output and lse. run: the forward of a backend, which is given sequences at row 0."""
     rows = _Rows(request, inputs)
     out, lse = run(rows.moved(inputs), rows.request())
     lse = rows.back(lse.transpose(1, 2), -torch.inf).transpose(1, 2)
@@ -47,9 +47,9 @@ def aligned_backward(
     run: Callable, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
     dlse: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
-    """Gradients by `run`, the backward of a backend, of sequences at row 0."""
+    """Gradients. run: the backward of a backend, which is given sequences at row 0."""
     rows = _Rows(request, inputs)
-    # What lies past the end of a sequence has probability exp(score - inf) = 0, and no gradient.
+    # Rows past the end of a sequence have probability exp(score - inf) = 0, and no gradient.
     lse = rows.to_front(lse.transpose(1, 2), torch.inf).transpose(1, 2).contiguous()
     if dlse is not None:
         dlse = rows.to_front(dlse.transpose(1, 2), 0.0).transpose(1, 2).contiguous()
@@ -73,11 +73,11 @@ class _Rows:
         return Tensors(*(x[self._sequence, self._source] for x in inputs[:3]), *inputs[3:])
 
     def to_front(self, x: Tensor, past: float) -> Tensor:
-        """The same of (batch, rows, ...), with this value past the end."""
+        """A tensor (batch, rows, ...) with each sequence at row 0, and this value past its end."""
         return x[self._sequence, self._source].masked_fill_(_as_wide(self._past, x), past)
 
     def back(self, x: Tensor, before: float) -> Tensor:
-        """The rows where they were, with this value before each sequence."""
+        """The rows moved back, with this value before each sequence."""
         return x[self._sequence, self._target].masked_fill_(_as_wide(self._before, x), before)
 
     def request(self) -> Request:
@@ -98,8 +98,8 @@ def _patterns(request: Request) -> tuple[Pattern, ...]:
 
 
 def _has_no_end(pattern: Pattern) -> bool:
-    # Whether a query of a shorter sequence sees the keys that it sees in a longer one, as far as there are any. Windows
-    # that are moved inside, and the last group of a stride, know where a line ends.
+    # Whether a query sees the same keys however long its sequence is, but for those past the end. It does not where a
+    # window is moved inside, or where the end cuts the last group of a stride.
     if isinstance(pattern, HeadNeighbourhoods):
         near = pattern.by_head[0]
         return near.stride[0] == 1 and (near.is_causal[0] or near.edge[0] == "clip")

@@ -40,7 +40,7 @@ class Served(NamedTuple):
     forward: Forward
     backward: Backward
     reads_documents: bool
-    aligns: Callable[[Request], bool]  # whether it is given sequences that are padded on the left moved to row 0
+    aligns: Callable[[Request], bool]  # whether sequences that are padded on the left are moved to row 0 for it
 
 
 def served_by(name: str, pattern: Pattern, q: Tensor) -> Served:
@@ -213,7 +213,7 @@ def run_backward(
 ) -> tuple[Tensor, ...]:
     """The gradient of each tensor of `inputs`, without elements where it is None.
 
-    dlse: the gradient of lse, or None where it has none; what it is in rows without keys never matters.
+    dlse: the gradient of lse, or None where it has none. Its values in rows without keys are ignored.
     """
     if not (inputs.q.numel() and inputs.k.numel()):
         return tuple(x.zero_() for x in empty_gradients(dout, inputs, request.part))

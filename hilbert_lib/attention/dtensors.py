@@ -1,7 +1,7 @@
 """DTensors as q, k and v: every rank attends with the sequences and heads that it holds, and nothing is sent.
 
-The results are DTensors placed as q is. A split of the sequence is a ring's work, and a pattern whose heads differ is
-split where each rank's heads have a pattern of their own: windows by head do, offsets by head where rates divide them.
+The results are DTensors placed as q is. A split of the sequence needs a ring. Windows that differ by head are split
+with their heads. Offsets by head are split where the rates divide the number of heads of a rank.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ def results_of_ranks(
 ) -> Tensor | tuple[Tensor, ...]:
     """The results of `run`, on this rank's part of the arguments, as DTensors.
 
-    run: (*tensors, pattern, **options) -> one tensor, or a tuple of several, of which those of 3 dimensions are lse.
-    tensors: q, k and v. Raises TypeError or ValueError, on all ranks alike, unless all tensors are DTensors, of which
-    ranks compute their own parts alone.
+    run: (*tensors, pattern, **options) -> one tensor, or a tuple of several; those of 3 dimensions are lse.
+    tensors: q, k and v. TypeError or ValueError, on all ranks alike, unless all tensors are DTensors and each rank can
+    compute its part alone.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

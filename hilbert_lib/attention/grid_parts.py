@@ -30,7 +30,7 @@ def part_of_box(query_box: object, shape: tuple[int, ...]) -> GridPart | None:
         stop = integer(f"query_box[{n}][1]", ends[1], least=start + 1, most=cells)
         box.append(line(start, stop))
         is_whole = is_whole and start == 0 and stop == cells
-    # All cells are the question without it, which every backend answers.
+    # A box of all cells is the call without one, which every backend serves.
     return None if is_whole else GridPart(tuple(box), tuple(box), tuple(line(0, cells) for cells in shape))
 
 

@@ -1,4 +1,4 @@
-"""The one associative merge of partial attention results: of branches, of ranks, of ring steps, and of users' parts."""
+"""The one associative merge of partial attention results: of branches, ranks, ring steps and calls."""
 
 from collections.abc import Sequence
 

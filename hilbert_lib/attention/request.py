@@ -35,7 +35,7 @@ class Tensors(NamedTuple):
 
     @property
     def with_rows(self) -> tuple[Tensor | None, ...]:
-        """Those with a row for each query or key: all but the bias."""
+        """The tensors with a row for each query or key: all but the bias."""
         return self[:5]
 
 

@@ -16,9 +16,9 @@ STARTS = ("query_starts", "key_start")  # the fields of a request that hold them
 
 
 def check_starts(q: Tensor, k: Tensor, query_start: object, key_start: object) -> tuple[int | None, Tensor | None]:
-    """query_start as a number, and as a tensor, of which one is None, if both starts fit q and k.
+    """query_start as a number and as a tensor, one of which is None; raises unless both starts fit q and k.
 
-    Values on the device are not read: `positions_of` serves any.
+    Values on the device are not read. `positions_of` serves any value.
     """
     queries, keys = q.shape[1], k.shape[1]
     if key_start is not None:
@@ -33,7 +33,7 @@ def check_starts(q: Tensor, k: Tensor, query_start: object, key_start: object) -
         _check_tensor("query_start", query_start, k, "an integer, or a (batch,) tensor of int32 or int64")
         return None, query_start
     start = integer("query_start", query_start, least=0, most=keys - queries)
-    # At 0 with all rows it is the question without it, which every backend answers.
+    # A start of 0 with all rows is the call without one, which every backend serves.
     return None if start == 0 and queries == keys else start, None
 
 
@@ -76,7 +76,7 @@ def query_positions(request: Request, row: Tensor, keys: int) -> Tensor:
 
 
 def lengths_of(request: Request, keys: int) -> Tensor | None:
-    """The rows of k from the beginning of each sequence on: (batch,) int64; None where these are all rows."""
+    """The number of rows of k from the beginning of each sequence on: (batch,) int64; None for all rows."""
     return None if request.key_start is None else keys - begins_of(request, keys)[:, 0]
 
 
@@ -86,7 +86,7 @@ def begins_of(request: Request, keys: int) -> Tensor | int:
 
 
 def padding_with_starts(request: Request, k: Tensor) -> Tensor | None:
-    """The request's key_padding_mask, with the rows of k before each sequence."""
+    """The request's key_padding_mask, which also hides the rows of k before each sequence."""
     padding, keys = request.key_padding_mask, k.shape[1]
     if request.key_start is None:
         return padding

@@ -1,4 +1,4 @@
-"""The weights with which some queries attend, and to which keys: never a row for every query."""
+"""The weights of some queries, and the keys that they belong to. No matrix of all pairs is made."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ LAST = torch.iinfo(torch.int64).max
 
 
 class _Place(NamedTuple):
-    """The place of a query in its sequence, and the rows of k that hold this sequence."""
+    """The position of a query in its sequence, and the rows of k that hold this sequence."""
 
     position: int  # below 0 for a query that lies at no row of its sequence
     rows: range

@@ -35,7 +35,7 @@ from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.rank.call import RankCall, agreed_already, by_pattern
 from hilbert_lib.ring.spread import DEFAULTS, GridSpread, SequenceSpread, Spread, check_served, spread_of
 
-# Options of `attend` that no ring takes, and why.
+# Options of `attend` that no ring takes, and the reason.
 UNSERVED = {"extra_q": "extra queries see the cells of all ranks, and no rank holds these"}
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 
