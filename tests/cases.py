@@ -137,7 +137,7 @@ def differentiated(attend: Callable, tensors: Iterable[Tensor], dlse: Tensor | N
 
 
 def drawn_dlse(lse: Tensor) -> Tensor:
-    """A gradient of lse; NaN in rows without keys, where it does not matter."""
+    """A gradient of lse. It is NaN in rows without keys, where it is ignored."""
     dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return dlse.masked_fill(lse.cpu() == -torch.inf, torch.nan)
 

@@ -43,7 +43,7 @@ def drawn() -> dict[str, torch.Tensor]:
 
 
 def compared() -> dict[str, float]:
-    """How far out, lse and gradients of each pattern, however it is placed, are from brute force."""
+    """The error of out, lse and gradients against brute force, for each pattern and each placement."""
     mesh, tensors, found = init_device_mesh("cpu", (1, 2)), drawn(), {}
     for name, pattern in PATTERNS.items():
         names, masks = ["q", "k", "v"], ["key_padding_mask"]
@@ -70,7 +70,7 @@ def compared() -> dict[str, float]:
 
 
 def refused() -> dict[str, str]:
-    """What is said of calls that ranks cannot compute by themselves."""
+    """The errors of calls that ranks cannot compute alone."""
     mesh, plain = init_device_mesh("cpu", (2,)), drawn()
     hidden = plain["key_padding_mask"]
 

@@ -164,7 +164,7 @@ def attention_of_unequal(
 
 
 def shortened(pattern, length: int):
-    """The pattern for a sequence of this length: a neighbourhood of one axis has so many cells."""
+    """The pattern for a sequence of this length: a neighbourhood of one axis with as many cells."""
     if hasattr(pattern, "patterns"):
         return _Rules(patterns=[shortened(part, length) for part in pattern.patterns])
     by_head = getattr(pattern, "by_head", pattern)
@@ -317,7 +317,7 @@ def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: b
 def places_along(
     cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str, sides: int
 ) -> list[dict[int, int]]:
-    """Of each cell of an axis the cells that it sees, each with its entry of a table of bias with so many sides."""
+    """For each cell of an axis: the cells that it sees, each with its entry in a table of this many entries."""
     centre, places = sides // 2, []
     for x in range(cells):
         line = list(range(x % dilation, cells, dilation))
@@ -343,7 +343,7 @@ def places_along(
 
 @cache
 def entries_of(near, sides: tuple[int, ...]) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Of each cell of a grid the cells that it sees, row by row, each with its entry of a table with these sides."""
+    """For each cell of a grid, row by row: the cells that it sees, each with its entry in a table with these sides."""
     rules = zip(near.shape, near.window, near.dilation, near.stride, near.is_causal, near.edge, sides, strict=True)
     lines = [places_along(*axis) for axis in rules]
     entries = []

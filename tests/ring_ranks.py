@@ -185,7 +185,7 @@ def one_rank_has_no_gradient() -> bool:
 
 
 def one_rank_differentiates_lse(transport: str) -> bool:
-    """Whether a loss of one rank's lse alone has its gradients on all, with those of out on the others."""
+    """Whether a loss of one rank's lse has the right gradients on all ranks, beside losses of out on the others."""
     rank, pattern = dist.get_rank(), DilatedPattern(*BRANCHES["longer"])
     q, k, v, dout = (x.double() for x in inputs(8 * dist.get_world_size()))
     rows = slice(8 * rank, 8 * rank + 8)
@@ -319,7 +319,7 @@ def results(attention, tensors, dout: torch.Tensor, dlse: torch.Tensor | None = 
 
 
 def loss_of(out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
-    """What has dout and dlse as its gradients; that of lse is NaN in rows without keys, where it does not matter."""
+    """A loss whose gradients are dout and dlse. dlse is NaN in rows without keys, where it is ignored."""
     loss = (out * dout).sum()
     if dlse is None:
         return loss

@@ -111,7 +111,7 @@ def test_a_block_that_the_grid_does_not_fill_is_never_full(cells, rules):
     ("cells", "queries"), [(16, range(16)), (30, range(30)), (40, range(3, 35)), (40, range(39, 40))]
 )
 def test_blocks_of_the_kernel_with_keys_that_all_see_are_those_of_the_pairs(cells, queries, extra):
-    """Blocks of 16, which the cells, those of the queries, or cells and extra keys, fill or do not."""
+    """Blocks of 16. Cells, queries, or cells and extra keys fill the last block or do not."""
     near = Neighbourhood((cells,), 15)
     box = None if len(queries) == cells else (queries,)
     mask = flex_masks.neighbourhood_mask((near,), None, box, extra, False, 16, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""DTensors that are split by batch or heads: the same results as of whole tensors, or a sentence."""
+"""DTensors that are split by batch or heads: results equal those of whole tensors, or the call is refused by name."""
 
 import re
 from functools import cache

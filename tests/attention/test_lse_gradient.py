@@ -1,4 +1,4 @@
-"""lse has a gradient: alone and beside that of out, of every pattern, of merged calls; and nobody else pays for it."""
+"""lse has a gradient, alone and beside that of out, for every pattern and for merged calls. Other calls pay nothing."""
 
 import re
 from dataclasses import dataclass, replace
@@ -64,7 +64,7 @@ def given(name: str, dtype: torch.dtype, head_dim: int = 8, device: str = "cpu")
 
 
 def gradients(attention, tensors, dlse: torch.Tensor, with_dout: bool) -> list[torch.Tensor]:
-    """Of q, k, v and extra keys, of out and lse or of lse alone."""
+    """Gradients in q, k, v and extra keys, from those of out and lse or of lse alone."""
     *inputs, dout = tensors
     leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = attention(*leaves)
@@ -199,7 +199,7 @@ RECIPES = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
 
 @pytest.mark.parametrize("name", ["sequence", "own"])
 def test_the_recipe_of_a_learned_sink_is_one_more_score_with_its_gradients(name):
-    """Of rows without keys the sink is all."""
+    """In a row without keys the sink takes all weight."""
     (code,) = re.findall(r"## A learned sink.*?```python\n(.*?)```", RECIPES, re.S)
     recipe: dict = {}
     exec(code, recipe)
@@ -243,12 +243,12 @@ def test_half_precision_has_the_gradient_of_lse_to_its_rounding(size, dtype):
     right = gradients(exact, [x.double() for x in (q, k, v, q)], dlse, False)[:2]
     found = gradients(of_backend(DilatedPattern((32,), (1,)), "sdpa"), [q, k, v, q], dlse, False)[:2]
     for x, y in zip(found, right, strict=True):
-        # Gradients smaller than float16's least step are none.
+        # Gradients smaller than float16's smallest step become 0.
         assert (x.double() - y).norm() <= 8e-3 * y.norm() + torch.finfo(dtype).smallest_normal
 
 
 def test_a_part_of_flex_has_the_gradients_of_its_own_out_and_lse():
-    """As autograd differentiates the merge of two parts."""
+    """They equal what autograd computes for the merge of two parts."""
     generator = torch.Generator().manual_seed(0)
     outs = [torch.randn(2, 5, 3, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
     lses = [torch.randn(2, 3, 5, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]

@@ -100,7 +100,7 @@ def test_unequal_sequences_are_each_attended_to_alone(case):
 
 
 def is_line(edge="clip", is_causal=False, stride=1, dilation=1, window=5, starts="unequal caches", *_) -> bool:
-    """Whether there is such a line: one that wraps is whole, and not causal."""
+    """Whether such a line exists: one with edge "wrap" is whole, and not causal."""
     return edge != "wrap" or (not is_causal and stride == dilation == 1 and window < 9 and STARTS[starts][1] is None)
 
 
@@ -164,7 +164,7 @@ def test_a_number_alone_is_a_part_of_a_line_that_kernels_serve():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dropout_drops_by_position(is_causal):
-    # As in a sequence that begins at row 0: of the same number in the batch, with the same seed.
+    # Expected: the dropout of a sequence that begins at row 0, with the same number in the batch and the same seed.
     q, k, v, dout = drawn(KEYS, 4, 2, 8, batch=2, dtype=torch.float64)
     options = {"dropout_p": 0.4, "is_causal": is_causal}
     begins = torch.tensor([0, 6])
@@ -252,7 +252,7 @@ def test_a_batch_padded_on_the_left_is_prefilled_and_decoded_as_each_sequence_al
 
 
 def test_padding_on_the_left_without_key_start_is_another_function():
-    # A mask hides the padding, and leaves the sequence in other segments: what the docs say.
+    # A mask hides the padding, but the sequence lies in other segments, as the docs say.
     q, k, v = drawn(8, 4, 2, 8, dtype=torch.float64)[:3]
     alone = dilated_attention(q, k, v, PATTERN, is_causal=True)
     padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 3, 0)) for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Weights of some queries: those of brute force, the output they make of v, and memory of the keys that are seen."""
+"""Weights of some queries equal brute force, give the output with v, and take memory for the keys seen alone."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ def dense(keys, found, columns):
 
 @st.composite
 def unequal_starts(draw, length):
-    """Starts of two sequences: also past the end of k, and behind the first row of q."""
+    """Starts of two sequences. Some lie past the end of k, some behind the first row of q."""
     rows = st.tuples(st.integers(0, length), st.integers(0, length))
     starts = {"query_start": torch.tensor(draw(rows), dtype=torch.int32)}
     if draw(st.booleans()):
@@ -256,7 +256,7 @@ def test_memory_of_a_million_tokens_is_that_of_the_keys_that_are_seen(pattern):
     with ElementsAllocated() as made:
         keys, found = attention_weights(x, x, pattern, [0, 123_456, MILLION - 1], key_padding_mask=hidden)
     torch.testing.assert_close(found.sum(-1), torch.ones(1, 2, 3).where((keys >= 0).any(-1), 0.0))
-    # Rows of k of head_dim 8, and results with what leads to them.
+    # Elements of gathered rows of k, head_dim 8, and of results with their intermediates.
     assert made.count < 60 * keys.numel() + 20_000 < MILLION
 
 

@@ -1,4 +1,4 @@
-"""A bias by relative position is the oracle's in every rule, and that of the models that have one."""
+"""A bias by relative position equals the oracle's for every rule, and that of DiNAT and Swin."""
 
 from dataclasses import replace
 from functools import partial
@@ -222,7 +222,7 @@ def test_a_bias_in_float32_serves_halves_and_autocast(backend):
     *_, right = differentiated(attending(NEAR), exact)
     close = TOLERANCE[torch.bfloat16][2]
     assert_close([parameter.grad], [right], close)
-    # Rounded to bfloat16 it is off by far more.
+    # A bias rounded to bfloat16 would be off by far more.
     fine = run(*halves, bias).float() - run(*halves, bias.bfloat16()).float()
     assert fine.abs().max() > 0
     *_, rounded = differentiated(lambda *x: (run(*x), torch.zeros(())), [*halves, bias.bfloat16(), dout.bfloat16()])
@@ -247,7 +247,7 @@ def test_it_joins_boxes_extra_queries_and_orders(backend):
     stored = [HILBERT.apply(x, dim=1) for x in (q, k, v)]
     ordered = neighbourhood_attention(*stored, NEAR, ordering=HILBERT, bias=bias, backend=backend)
     torch.testing.assert_close(HILBERT.undo(ordered, dim=1), whole, atol=1e-14, rtol=0)
-    # Extra queries have none: they see all cells alike.
+    # Extra queries have no bias.
     leaf = bias.clone().requires_grad_()
     out, extra_out = run(q, extra_q=q[:, :5], extra_k=extra_k, extra_v=extra_v, bias=leaf)
     joined = [torch.cat(parts, 1) for parts in ((k, extra_k), (v, extra_v))]

@@ -91,7 +91,7 @@ def test_rows_before_a_sequence_begins_are_no_cells():
 @pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
 @pytest.mark.parametrize("case", [(0, 0), (0, 5), (3, 0), (3, 5)], ids=str)
 def test_plain_kernels_are_the_oracles(case):
-    # More queries than keys, and fewer: their kernel counts keys by position. No padding and some.
+    # The kernel counts keys by position: more queries than keys, and fewer; without padding and with some.
     extra, hidden = case
     device = "cuda" if kernel_mode() == "compiled" else "cpu"
     for extra_queries in (2, 9):
@@ -262,7 +262,7 @@ def test_a_second_derivative_and_a_transform_are_refused_by_name():
 
 
 def test_the_keys_of_a_backend_that_serves_no_mask_and_an_extra_mask():
-    # "sdpa" takes no mask: matrix products serve the extra keys, and it the cells.
+    # "sdpa" takes no mask: it serves the cells, and matrix products serve the extra keys.
     tensors = drawn(dtype=torch.float32)
     mask = torch.tensor([[True, False, False], [True, True, True]])
     call = partial(attend, pattern=NEAR, extra_padding_mask=mask, return_lse=True)
@@ -340,7 +340,7 @@ def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch)
 
 
 def test_auto_passes_over_a_backend_without_a_gradient_of_lse(monkeypatch):
-    # As flash and cuDNN on a GPU have none for the largest head_dims.
+    # On a GPU "flash" and "cudnn" have none for the largest head_dims.
     backends, served = backends_for(AllPairs), []
     narrow = replace(backends["sdpa"], limits=lambda q, request: "too wide" if q.shape[-1] > 8 else "")
     monkeypatch.setitem(backends, "sdpa", narrow)

@@ -131,5 +131,5 @@ def expected(case: Case) -> tuple:
 
 
 def boxed_part(name: str) -> tuple:
-    """One of `BOXED`, or of `QUERY_BOXES`, as `check_part` takes it."""
+    """A case of `BOXED` or `QUERY_BOXES`, as `check_part` takes it."""
     return boxed(*BOXED[name]) if name in BOXED else query_boxed(*QUERY_BOXES[name])
