@@ -57,17 +57,19 @@ def attend(
     """Exact attention: one softmax over the keys that a pattern gives each query.
 
     Differentiable once, by autograd and not by torch.func. A query without keys has output 0, lse -inf and gradient 0.
+    Tensors may also be DTensors that are replicated or split by batch or heads; the results are DTensors, too.
 
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64.
         k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q.
-        pattern: a `DilatedPattern` for sequences; a `Neighbourhood` for grids, or a tuple of one for each KV head.
+        pattern: a `DilatedPattern` for sequences; a `Neighbourhood` for grids, or a tuple of one for each KV head; a
+            `Union` of several; or a pattern of your own.
         scale: factor of the scores, above 0; by default head_dim ** -0.5.
         key_padding_mask: (batch, keys) bool, True = no weight.
         is_causal, dropout_p, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in `dilated_attention`.
         query_start, key_start: for sequences and grids of one axis, as in `dilated_attention`.
         ordering, query_box, extra_q, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
-            `neighbourhood_attention`.
+            `neighbourhood_attention`. A `Union` takes no bias.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 
