@@ -386,7 +386,7 @@ def test_what_does_not_serve_them_says_so():
     # A whole sequence is moved to row 0, which dense kernels serve without a mask where it is causal.
     whole = explain_backend(q, k, v, PATTERN, key_start=ROWS)
     assert whole.chosen == "eager"
-    assert "no key_start where queries see later keys: no key_padding_mask" in whole.reasons["sdpa"]
+    assert "no key_start unless attention is causal: no key_padding_mask" in whole.reasons["sdpa"]
     assert explain_backend(q, k, v, PATTERN, key_start=ROWS, is_causal=True).chosen == "sdpa"
     sizes = {"length": KEYS, "heads": 2, "head_dim": 16, "has_key_start": True, "device": "cuda"}
     if not torch.cuda.is_available():

@@ -94,7 +94,7 @@ class Backend:
         if self.aligns(call):
             refused = self.refusal_whatever_the_keys(q, aligned_request(call))
             is_of_mask = call.key_padding_mask is None and refused.startswith("no key_padding_mask")
-            return f"no key_start where queries see later keys: {refused}" if is_of_mask else refused
+            return f"no key_start unless attention is causal: {refused}" if is_of_mask else refused
         if refused := self._refusal_of_options(call):
             return refused
         if self.package and (absent := presence.absence(self.package)):
