@@ -66,7 +66,7 @@ class Rank:
 
 
 def _run(command: tuple[str, ...], environment: dict[str, str], stdout: int, stderr: int) -> None:
-    # What a new process would not have of this one: its session, its streams and files, its handlers of signals.
+    # A new process would not have this one's terminal, streams, files and handlers of signals.
     os.setsid()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)

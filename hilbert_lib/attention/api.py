@@ -82,8 +82,8 @@ def attend(
         TypeError, ValueError: naming the argument, its value and what is allowed; for an option that this kind of
             pattern does not take; where an explicit backend cannot serve the call. Backends that run a dense kernel
             compute the gradient of lse in 8 further columns of head_dim. Where the kernel has no room for them
-            ("cudnn" and "flash_attn_4" above head_dim 120, "flash" above 248) the backward raises. With return_lse
-            "auto" passes over such a backend.
+            ("cudnn" and "flash_attn_4" above head_dim 120, other FlashAttentions above 248) the backward raises. With
+            return_lse "auto" passes over such a backend.
 
     >>> x = torch.ones(1, 6, 2, 4)
     >>> attend(x, x, x, DilatedPattern((3, 6), (1, 2)), is_causal=True).shape
