@@ -261,6 +261,7 @@ def test_a_cell_that_writes_to_stderr_fails_under_nbval(tmp_path):
     write_notebook(tmp_path, "quiet", "print('a result')")
     write_notebook(tmp_path, "warns", "import warnings\n\nwarnings.warn('look here')")
     shutil.copy(ROOT / "conftest.py", tmp_path)
+    shutil.copytree(ROOT / "tests/startup", tmp_path / "tests/startup")
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "-rf", "--color=no", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert re.search(r"^1 failed, 3 passed", done.stdout.splitlines()[-1].strip("= ")), done.stdout

@@ -371,7 +371,13 @@ def _by_axis(name: str, value: object, axes: int) -> tuple:
         return tuple(map(checks.boolean, places, values))
     if name == "edge":
         return tuple(checks.one_of(where, x, EDGES) for where, x in zip(places, values, strict=True))
-    return tuple(checks.integer(where, x, least=1) for where, x in zip(places, values, strict=True))
+    return tuple(_cells_along(where, x) for where, x in zip(places, values, strict=True))
+
+
+def _cells_along(name: str, value: object) -> int:
+    # torch.compile's symbols are not compared with the largest size, which would bind them.
+    most = None if isinstance(value, torch.SymInt) else checks.LARGEST_SIZE
+    return checks.integer(name, value, least=1, most=most)
 
 
 def _check_axis(n: int, axis: Axis) -> None:

@@ -89,7 +89,7 @@ WRONG = {
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0}
     | {"grids": []},
     "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "block_sizes": [-1]},
-    "08b_kernels_on_grids": {"works": ["8x8 9x9 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0}
+    "08b_kernels_on_grids": {"works": ["8x8 0x9 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0}
     | {"sustained": ["8x8 3x3 2x16"]},
 }
 
