@@ -142,8 +142,9 @@ def _by_row(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _chunks(inputs: Tensors, near: Neighbourhood, request: Request) -> Iterator[_Tile]:
-    q, k, v, extra_k, extra_v = (x.to(WORKING_DTYPE[x.dtype]) for x in inputs.with_rows)
-    bias = None if inputs.bias is None else inputs.bias.to(q.dtype).flatten(1)
+    *with_rows, bias = inputs
+    q, k, v, extra_k, extra_v = (x.to(WORKING_DTYPE[x.dtype]) for x in with_rows)
+    bias = None if bias is None else bias.to(q.dtype).flatten(1)
     gathered = request.slots is not None
     axes, q_sides, k_sides = _axes(near, request.part, gathered, q.device)
     bias_axes = [] if bias is None else _bias_axes(near, request.pattern.bias_sides, request.part, q.device)
@@ -247,8 +248,10 @@ def _attends(lines: list[Tensor]) -> Tensor:
 
 
 def _forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    # Tiles are of a line of which all sequences have the same cells.
-    return gathered.results(inputs, request) if has_starts(request) else forward(inputs, request)
+    # Tiles are of a line of which all sequences have the same cells. Asked here, a warm call opens no file for it.
+    if request.key_start is None and request.query_starts is None:
+        return forward(inputs, request)
+    return gathered.results(inputs, request)
 
 
 def _backward(
