@@ -5,6 +5,7 @@ import doctest
 import gc
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -290,6 +291,19 @@ def printed_by(code: str, *options: str) -> str:
 def test_what_the_tests_start_collects_garbage_as_they_do():
     assert printed_by("import gc; print(gc.get_threshold())") == f"{gc.get_threshold()}\n"
     assert gc.get_threshold()[0] > 10_000, "tests/startup takes a third of the time off many starts"
+
+
+MOST_FILES = {"auto": 9, "triton": 13}  # a reader opens no more to follow a warm call, on a CPU or to a kernel
+
+
+def test_a_warm_call_crosses_few_files():
+    command = [sys.executable, str(ROOT.parent / "scripts/trace_call.py")]
+    interpreted = os.environ | {"TRITON_INTERPRET": "1"}
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=interpreted).stdout
+    calls = re.findall(r"^(\w+), (\w+): (\d+) files", told, re.MULTILINE)
+    assert [call for call, _, _ in calls] == ["sequence", "grid"] * 2
+    for _, backend, files in calls:
+        assert int(files) <= MOST_FILES[backend], told
 
 
 # What a process of its own is started with, for a point or as a rank.
