@@ -78,6 +78,21 @@ def dense_tensor(name: str, value: object) -> Tensor:
     return value
 
 
+def rows_of_keys(name: str, value: Tensor, sides: str, k: Tensor) -> None:
+    """Raise unless a tensor is dense, of the first sides of k (batch, keys, ...), and on its device.
+
+    sides: their names, as in "batch, keys".
+    """
+    dense_tensor(name, value)
+    names = sides.split(", ")
+    shape = tuple(k.shape[: len(names)])
+    if value.shape != shape:
+        words = f"({sides})" if len(names) > 1 else f"({sides},)"
+        raise ValueError(f"{name} must be {words} = {shape}, got shape {tuple(value.shape)}")
+    if value.device != k.device:
+        raise ValueError(f"{name} must be on the device of k ({k.device}), got {value.device}")
+
+
 def json_text(name: str, value: object, **options) -> str:
     """The argument as JSON gives it to another process: TypeError if it holds what JSON cannot, or would change.
 

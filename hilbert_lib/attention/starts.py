@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import Request
-from hilbert_lib.checks import dense_tensor, integer
+from hilbert_lib.checks import integer, rows_of_keys
 
 DTYPES = (torch.int32, torch.int64)
 STARTS = ("query_starts", "key_start")  # the fields of a request that hold them
@@ -41,11 +41,7 @@ def _check_tensor(name: str, start: object, k: Tensor, allowed: str) -> None:
     if not isinstance(start, Tensor) or start.dtype not in DTYPES:
         got = start.dtype if isinstance(start, Tensor) else repr(start)
         raise TypeError(f"{name} must be {allowed}; got {got}")
-    dense_tensor(name, start)
-    if start.shape != k.shape[:1]:
-        raise ValueError(f"{name} must be (batch,) = {tuple(k.shape[:1])}, got shape {tuple(start.shape)}")
-    if start.device != k.device:
-        raise ValueError(f"{name} must be on the device of k ({k.device}), got {start.device}")
+    rows_of_keys(name, start, "batch", k)
 
 
 def has_starts(request: Request) -> bool:

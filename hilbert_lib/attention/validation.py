@@ -12,7 +12,7 @@ from hilbert_lib.attention.grid_parts import part_of_box
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import check_starts
 from hilbert_lib.attention.transforms import is_dtensor, refuse_tracers
-from hilbert_lib.checks import boolean, dense_tensor, number, positive
+from hilbert_lib.checks import boolean, dense_tensor, number, positive, rows_of_keys
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import ON_GRIDS, ON_LINES, HeadNeighbourhoods, Neighbourhood
@@ -314,11 +314,7 @@ def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{name} must be a bool tensor or None, got {got}")
-    dense_tensor(name, mask)
-    if mask.shape != k.shape[:2]:
-        raise ValueError(f"{name} must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
-    if mask.device != k.device:
-        raise ValueError(f"{name} must be on the device of k ({k.device}), got {mask.device}")
+    rows_of_keys(name, mask, "batch, keys", k)
 
 
 def _check_extra_q(q: Tensor, q_dtype: str, extra_q: Tensor) -> None:

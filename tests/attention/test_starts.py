@@ -1,5 +1,6 @@
 """Sequences of a batch that begin at unequal rows: key_start (padding on the left) and query_start as a tensor."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -419,6 +420,17 @@ def test_on_a_gpu_unequal_sequences_are_each_attended_to_alone(case):
     check(pattern, backend, dtype, starts, has_mask, options, (4, 2), device="cuda")
 
 
+@contextmanager
+def host_never_waits():
+    """A wait of the host for a GPU raises an error."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", [PATTERN, WINDOWS], ids=str)
 def test_one_captured_graph_serves_every_step_and_the_host_never_waits(pattern):
@@ -428,12 +440,8 @@ def test_one_captured_graph_serves_every_step_and_the_host_never_waits(pattern):
     run = partial(attend, q, k, v, pattern, **starts, **options)
     with torch.no_grad():
         run()
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with host_never_waits():
             run()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
         graph, out = captured(run)
         for first, begin in (((5, 12), (2, 7)), ((22, 0), (1, 0)), ((30, 4), (0, 9))):
             starts["query_start"].copy_(torch.tensor(first))
@@ -452,12 +460,8 @@ def test_on_a_gpu_a_padded_prefill_and_its_backward_never_wait():
         torch.autograd.grad(dilated_attention(q, k, v, PATTERN, is_causal=True, key_start=begins).sum(), (q, k, v))
 
     run()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 X = torch.zeros(2, 8, 2, 4)
