@@ -3,16 +3,21 @@
 import itertools
 import sys
 import warnings
+from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
+import oracle
 import pytest
 import torch
-from cases import LAYOUTS, assert_close, expected, stored
+from cases import LAYOUTS, TOLERANCE, assert_close, attended, differentiated, drawn, drawn_dlse, expected, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hilbert_lib import DilatedPattern
+from hilbert_lib import DilatedPattern, attend, explain_backend
+from hilbert_lib.attention import known_calls
 from hilbert_lib.attention.backends import dense as dense_kernels
 from hilbert_lib.attention.backends import packages, strided
+from hilbert_lib.attention.backends.backend import serves_all
 from hilbert_lib.attention.backends.dense import CuDnn, Efficient, Flash, Within32Bits
 from hilbert_lib.attention.backends.kernel import Eager, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
@@ -135,6 +140,67 @@ def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_
     assert_close((got, got_lse), (out, lse), 1e-12)
     got_grads = strided.backward(dout, Tensors(q, k, v), got, got_lse, call, kernel)
     assert_close(got_grads, grads, 1e-11)
+
+
+@pytest.fixture
+def taken(kernel, request, monkeypatch):
+    """The name of a package whose backend is taken on this machine. Its limits stay, unless a test lifts them."""
+    name = request.node.callspec.params["kernel"]
+    here = replace(BACKENDS[name], here=serves_all, package="")
+    monkeypatch.setitem(BACKENDS, name, here)
+    yield name
+    known_calls.forget()  # what this machine refuses again
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize(
+    ("branches", "shape", "is_causal"),
+    [("aligned", "ragged", False), ("uneven", "grouped", True), ("sparse", "shorter", True)],
+)
+def test_a_package_has_the_gradient_of_lse(taken, branches, shape, is_causal, monkeypatch):
+    # Its kernel computes rowsum(dout * out) itself, of the columns too. dlse is NaN in rows without keys.
+    monkeypatch.setitem(BACKENDS, taken, replace(BACKENDS[taken], limits=serves_all))  # float64
+    rules = branches, "head", "softmax", torch.float64, shape, is_causal
+    pattern, tensors, _, lse, grads = expected(*rules, with_dlse=True)
+    dlse = drawn_dlse(lse)
+    found = attended(tensors, pattern, taken, dlse, is_causal=is_causal)
+    assert_close(found[2:], grads, 1e-11)
+    of_out = attended(tensors, pattern, taken, is_causal=is_causal)[2:]
+    alone = attended([*tensors[:3], torch.zeros_like(tensors[3])], pattern, taken, dlse, is_causal=is_causal)[2:]
+    assert_close([x + y for x, y in zip(of_out, alone, strict=True)], grads, 1e-11)
+
+
+# The largest head_dim that the packages' kernels take; xformers' have none up to 256.
+LARGEST = {"flash_attn_2": 256, "flash_attn_3": 256, "flash_attn_4": 128, "xformers": None}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_a_package_is_given_no_head_dim_that_it_does_not_take_for_the_gradient_of_lse(taken, monkeypatch):
+    given, products, largest = [], dense_backward, LARGEST[taken]
+
+    def counted(dout, q, *others):
+        given.append(q.shape[-1])
+        return products(dout, q, *others)
+
+    monkeypatch.setattr(sys.modules[__name__], "dense_backward", counted)
+    pattern = DilatedPattern((8, 16), (1, 2))
+    for head_dim in (16, (largest or 256) - 8):
+        tensors = drawn(16, 2, 1, head_dim, dtype=torch.bfloat16)
+        exact = partial(oracle.attention, pattern=pattern)
+        doubles = [x.double() for x in tensors]
+        dlse = drawn_dlse(exact(*doubles[:3])[1])
+        right = differentiated(exact, doubles, dlse)[2:]
+        assert_close(attended(tensors, pattern, taken, dlse)[2:], right, TOLERANCE[torch.bfloat16][2])
+    assert set(given) == {24, largest or 256}
+    if largest is None:
+        return
+    leaves = [x.requires_grad_() for x in drawn(16, 2, 1, largest, dtype=torch.bfloat16)[:3]]
+    _, lse = attend(*leaves, pattern, backend=taken, return_lse=True)
+    told = f"backend='{taken}' has no gradient of lse: with the 8 columns .* up to {largest}, got {largest + 8}"
+    with pytest.raises(ValueError, match=told):
+        lse.sum().backward()
+    explained = explain_backend(*leaves, pattern, return_lse=True).reasons[taken]
+    assert explained.startswith("passed over: has no gradient of lse: with the 8 columns that it takes")
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn_4"], indirect=True)
