@@ -7,6 +7,7 @@ neighbourhood  windows on a grid of 1 to 3 axes
 blocks         neighbourhoods as kernels read them: rectangles, and blocks of a mask
 union          several patterns in one softmax
 all_pairs      every query sees every key: queries beside a grid
+packed_lists   rows of the keys that 64 queries see, and who sees whom, for kernels that know no geometry
 """
 
 from hilbert_lib.lazy import lazily
