@@ -6,7 +6,7 @@ import torch
 from hilbert_lib.patterns.packed_lists import PackedLists
 
 
-@pytest.mark.parametrize("queries, keys", [(1, 1), (63, 65), (129, 200), (5, 0), (0, 5)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (63, 65), (129, 200), (5, 0), (0, 5)])
 def test_packed_lists_hold_the_pairs_of_a_mask_in_any_order(queries, keys):
     generator = torch.Generator().manual_seed(queries)
     mask = torch.rand(queries, keys, generator=generator) < 0.3
@@ -16,7 +16,9 @@ def test_packed_lists_hold_the_pairs_of_a_mask_in_any_order(queries, keys):
     assert lists.pairs == mask.sum()
     assert [x.dtype for x in lists.tensors] == [torch.int32, torch.int32, torch.int32, torch.int64]
     rows = lists.query_rows
-    assert rows[:queries].tolist() == orders[0].tolist() and (rows[queries:] == -1).all() and len(rows) % 64 == 0
+    assert rows[:queries].equal(orders[0].int())
+    assert rows[queries:].eq(-1).all()
+    assert len(rows) == 64 * (len(lists.starts) - 1)
     for first, last in zip(lists.starts, lists.starts[1:], strict=False):
         own = lists.key_rows[first:last].flatten()
         own = own[own >= 0]
