@@ -182,8 +182,12 @@ class _Rules:
         self.__dict__.update(fields)
 
 
-def weights(q: Tensor, k: Tensor, pattern, *, extra_k: Tensor | None = None, **options) -> Tensor:
-    """Weight of each key, then of each extra one, for each query: (batch, heads, queries, keys + extra) float64.
+def weights(
+    q: Tensor, k: Tensor, pattern, *, extra_q: Tensor | None = None, extra_k: Tensor | None = None, **options
+) -> Tensor:
+    """Weight of each key, then of each extra one, for each query, then for each extra one.
+
+    (batch, heads, queries + extra queries, keys + extra) float64.
 
     Values of 1 for one key, and 0 for the others, make its weight the output. Options as in `attention`.
     """
@@ -192,7 +196,10 @@ def weights(q: Tensor, k: Tensor, pattern, *, extra_k: Tensor | None = None, **o
     each = torch.eye(keys + extra, dtype=torch.float64, device=k.device)
     v, extra_v = each[:, None].expand(batch, -1, kv_heads, -1).split((keys, extra), 1)
     extra_options = {} if extra_k is None else {"extra_k": extra_k, "extra_v": extra_v}
-    return attention(q, k, v, pattern, **extra_options, **options)[0].transpose(1, 2)
+    if extra_q is None:
+        return attention(q, k, v, pattern, **extra_options, **options)[0].transpose(1, 2)
+    out, _, extra_out, _ = joint_attention(q, k, v, extra_q, pattern, **extra_options, **options)
+    return torch.cat([out, extra_out], 1).transpose(1, 2)
 
 
 def attending(pattern, **options) -> Callable:

@@ -15,7 +15,7 @@ from hilbert_lib.attention.documents import rows_of
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import begins_of, query_positions
 from hilbert_lib.attention.transforms import refuse_vmap, uncompiled
-from hilbert_lib.attention.validation import validated
+from hilbert_lib.attention.validation import as_cast, validated
 from hilbert_lib.attention.zero_keys import log_zero_keys
 from hilbert_lib.checks import dense_tensor, integers, suggesting, unscripted
 from hilbert_lib.internals import untraced
@@ -31,8 +31,9 @@ LAST = torch.iinfo(torch.int64).max
 class _Place(NamedTuple):
     """The position of a query in its sequence, and the rows of k that hold this sequence."""
 
-    position: int  # below 0 for a query that lies at no row of its sequence
+    position: int  # below 0 for a query that lies at no row of its sequence, and of an extra query
     rows: range
+    is_extra: bool = False  # whether it is an extra query, which sees all of these rows
 
 
 class _Keys(NamedTuple):
@@ -64,14 +65,15 @@ def attention_weights(
     max_seqlen: int | None = None,
     ordering: Ordering | None = None,
     query_box: QueryBox | None = None,
+    extra_q: Tensor | None = None,
     extra_k: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The keys that some queries see in `attend`, and the weight of each: heat maps without a matrix of all pairs.
 
-    The sum of weights times the rows of v that `keys` names is `attend`'s output. Differentiable in q, k, extra_k and
-    bias by autograd, which keeps the rows of k that were gathered.
+    The sum of weights times the rows of v that `keys` names is `attend`'s output. Differentiable in q, k, extra_q,
+    extra_k and bias by autograd, which keeps the rows of k that were gathered.
 
     Memory grows with batch * heads * queries * most, the elements of the results. At once 2^20 rows of k are gathered,
     or those of one query of each sequence if they are more. Time grows likewise. A pattern of one's own is asked for a
@@ -81,9 +83,11 @@ def attention_weights(
     Args:
         q, k: as in `attend`.
         pattern: as in `attend`.
-        queries: (n,) integers, the rows of q to look at, in any order.
+        queries: (n,) integers, the rows of q to look at, in any order. Extra query e is q's number of rows + e. It sees
+            every cell, so that all results are as long: look at extra queries in a call of their own.
         is_causal, scale, key_padding_mask, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen, ordering,
-            query_box, extra_k, extra_padding_mask, bias: as in `attend`, each for the patterns that take it there.
+            query_box, extra_q, extra_k, extra_padding_mask, bias: as in `attend`, each for the patterns that take it
+            there.
 
     Returns:
         keys: (batch, heads, n, most) int64, the rows of k as it is stored, ascending. `most` is the largest number of
@@ -114,6 +118,7 @@ def attention_weights(
         "max_seqlen": max_seqlen,
         "ordering": ordering,
         "query_box": query_box,
+        "extra_q": extra_q,
         "extra_k": extra_k,
         "extra_v": extra_k,
         "extra_padding_mask": extra_padding_mask,
@@ -127,11 +132,12 @@ def _weights(
 ) -> tuple[Tensor, Tensor]:
     # k stands in for v.
     inputs, request = validated(q, k, k, pattern, kv_ordering=kv_ordering, **options)
-    rows = _checked_queries(queries, inputs.q.shape[1])
+    extra_q = None if options["extra_q"] is None else as_cast(options["extra_q"])
+    rows = _checked_queries(queries, inputs.q.shape[1], 0 if extra_q is None else extra_q.shape[1])
     places = _places(rows, inputs, request)
     table = _keys_seen(places, inputs, request, request.ordering if kv_ordering is None else kv_ordering)
     is_hidden = _hidden(table, places, inputs, request, kv_ordering)
-    scores = _scores(rows, table, inputs, request)
+    scores = _scores(_picked(inputs.q, extra_q, rows), table, inputs, request)
     if inputs.bias is not None:
         scores = scores + _bias(table, places, inputs, request)
     scores = scores + table.times[:, :, None].to(WORKING_DTYPE[inputs.q.dtype]).log()
@@ -144,7 +150,7 @@ def _weights(
     return keys.gather(-1, order), weights.gather(-1, order)
 
 
-def _checked_queries(queries: object, rows: int) -> list[int]:
+def _checked_queries(queries: object, rows: int, extra_rows: int) -> list[int]:
     if isinstance(queries, Tensor):
         dense_tensor("queries", queries)
         refuse_vmap("attention_weights", queries)
@@ -154,8 +160,10 @@ def _checked_queries(queries: object, rows: int) -> list[int]:
         queries = queries.tolist()
     checked = integers("queries", queries, least=0, empty=True)
     for n, row in enumerate(checked):
-        if row >= rows:
-            raise ValueError(f"queries[{n}] must be a row of q, 0 to {rows - 1}, got {row}")
+        if row >= rows + extra_rows:
+            last = rows + extra_rows - 1
+            extra = f", or of extra_q, {rows} to {last}" if extra_rows else ""
+            raise ValueError(f"queries[{n}] must be a row of q, 0 to {rows - 1}{extra}; got {row}")
     return list(checked)
 
 
@@ -163,7 +171,10 @@ def _places(rows: list[int], inputs: Tensors, request: Request) -> list[list[_Pl
     # Of each sequence of the batch, or of one for all.
     if not len(inputs.k):  # no sequence, of which none begins anywhere
         request = replace(request, query_starts=None, key_start=None)
-    keys, row = inputs.k.shape[1], torch.tensor(rows, dtype=torch.int64, device=inputs.k.device)
+    queries, keys = inputs.q.shape[1], inputs.k.shape[1]
+    is_extra = [row >= queries for row in rows]
+    row = torch.tensor([0 if extra else row for extra, row in zip(is_extra, rows, strict=True)], dtype=torch.int64)
+    row = row.to(inputs.k.device)
     if request.cu_seqlens is not None:
         documents = rows_of(request.cu_seqlens, keys, request.max_seqlen)
         starts = [document.start for document in documents]
@@ -181,8 +192,21 @@ def _places(rows: list[int], inputs: Tensors, request: Request) -> list[list[_Pl
     begins = [0] if request.key_start is None else begins_of(request, keys)[:, 0].tolist()
     if len(begins) < len(position):
         begins = begins * len(position)
-    sequences = zip(position.expand(len(begins), -1).tolist(), begins, strict=True)
-    return [[_Place(n, range(begin, keys)) for n in positions] for positions, begin in sequences]
+    places = []
+    for positions, begin in zip(position.expand(len(begins), -1).tolist(), begins, strict=True):
+        own_rows, pairs = range(begin, keys), zip(positions, is_extra, strict=True)
+        places.append([_Place(-1 if extra else n, own_rows, extra) for n, extra in pairs])
+    return places
+
+
+def _picked(q: Tensor, extra_q: Tensor | None, rows: list[int]) -> Tensor:
+    # Some queries, (batch, n, heads, head_dim): rows of q, then of extra_q.
+    queries = q.shape[1]
+    if extra_q is None or not any(row >= queries for row in rows):
+        return q[:, rows]
+    order = sorted(range(len(rows)), key=lambda n: rows[n] >= queries)
+    picked = q[:, [row for row in rows if row < queries]], extra_q[:, [row - queries for row in rows if row >= queries]]
+    return torch.cat(picked, 1)[:, [order.index(n) for n in range(len(rows))]]
 
 
 def _cells_of_box(row: Tensor, box: tuple[range, ...], shape: tuple[int, ...]) -> Tensor:
@@ -202,9 +226,11 @@ def _keys_seen(places: list[list[_Place]], inputs: Tensors, request: Request, st
     for sequence, kv_head in product(places, range(kv_heads)):
         parts = pattern.head_parts(kv_head, kv_heads)
         options = {"kv_head": kv_head, "kv_heads": kv_heads, "is_causal": request.is_causal}
-        for position, rows in sequence:
+        for position, rows, is_extra in sequence:
             positions = [torch.empty(0, dtype=torch.int64, device="cpu")]
-            if position >= 0:
+            if is_extra:
+                positions = [torch.arange(rows.start, rows.stop, device="cpu")]
+            elif position >= 0:
                 positions += [pattern.part_keys(part, position, len(rows), **options) + rows.start for part in parts]
             positions = torch.cat(positions)
             keys, times = (positions if slots is None else slots[positions]).unique(return_counts=True)
@@ -231,7 +257,7 @@ def _hidden(
     keys = keys.clamp(min=0)
     if kv_ordering is not None:  # the mask lies in sequence order
         keys = kv_ordering.to(keys.device).perm[keys]
-    is_nowhere = [[place.position < 0 for place in sequence] for sequence in places]
+    is_nowhere = [[place.position < 0 and not place.is_extra for place in sequence] for sequence in places]
     is_nowhere = torch.tensor(is_nowhere, dtype=torch.bool, device=keys.device)
     is_hidden = (table.keys == NO_KEY) | is_nowhere[:, None, :, None]
     sequence = torch.arange(batch, device=keys.device)[:, None, None, None]
@@ -242,11 +268,11 @@ def _hidden(
     return torch.cat(is_masked, -1) | is_hidden
 
 
-def _scores(rows: list[int], table: _Keys, inputs: Tensors, request: Request) -> Tensor:
-    # (batch, kv_heads, group, queries, most)
+def _scores(q: Tensor, table: _Keys, inputs: Tensors, request: Request) -> Tensor:
+    # Of some queries: (batch, kv_heads, group, queries, most).
     dtype, (batch, _, kv_heads, _) = WORKING_DTYPE[inputs.k.dtype], inputs.k.shape
     keys = table.keys[..., : table.keys.shape[-1] - _extra(inputs)].clamp(min=0)
-    q = inputs.q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))  # (batch, queries, kv_heads, group, head_dim)
+    q = q.to(dtype).unflatten(2, (kv_heads, -1))  # (batch, queries, kv_heads, group, head_dim)
     at_once = max(1, KEYS_AT_ONCE // max(1, batch * keys.shape[-1]))
     sequence, scores_by_head = torch.arange(batch, device=keys.device)[:, None, None], []
     for kv_head in range(kv_heads):
@@ -276,7 +302,9 @@ def _bias(table: _Keys, places: list[list[_Place]], inputs: Tensors, request: Re
         pairs = positions.clamp(min=0)[..., None], cells[:, kv_head]
         entries = request.pattern.bias_entries(*pairs, kv_head=kv_head)  # (sequences, queries, most)
         by_head.append(entries_of[:, entries].transpose(0, 1))
-    return torch.nn.functional.pad(torch.stack(by_head, 1), (0, extra))
+    bias = torch.nn.functional.pad(torch.stack(by_head, 1), (0, extra))
+    is_extra = torch.tensor([place.is_extra for place in places[0]], dtype=torch.bool, device=keys.device)
+    return bias.masked_fill(is_extra[:, None], 0.0)
 
 
 def _log_zero_keys(places: list[list[_Place]], request: Request, scores: Tensor) -> Tensor:

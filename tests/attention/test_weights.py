@@ -107,8 +107,14 @@ def on_lines(draw):
     length, rules = draw(st.integers(1, 20)), {"dilation": draw(st.integers(1, 2))}
     rules |= {"is_causal": draw(st.booleans()), "edge": draw(st.sampled_from(["shift", "clip"]))}
     windows = draw(st.lists(st.integers(1, 9), min_size=2, max_size=2))
+    rows, options = draw(st.integers(1, length)), draw(unequal_starts(length))
+    if draw(st.integers(0, 3)) == 0:
+        options["query_start"] = draw(st.integers(0, length - rows))
+    if "key_start" not in options and draw(st.booleans()):  # which holds of no other line
+        rules = {"dilation": 1, "edge": "wrap"}
+        windows = [min(window, length) for window in windows]
     pattern = tuple(Neighbourhood((length,), window, **rules) for window in windows)
-    return HeadNeighbourhoods(pattern), 2, draw(st.integers(1, length)), length, draw(unequal_starts(length))
+    return HeadNeighbourhoods(pattern), 2, rows, length, options
 
 
 def compared(case, seed, group, masked, ordered):
@@ -128,7 +134,10 @@ def compared(case, seed, group, masked, ordered):
         near = pattern.by_head if isinstance(pattern, HeadNeighbourhoods) else (pattern,)
         sides = [2 * max(windows) - 1 for windows in zip(*(x.window for x in near), strict=True)]
         options["bias"] = torch.randn(kv_heads * group, *sides, generator=generator, dtype=torch.float64)
-    queries = torch.randint(rows, (5,), generator=generator)
+    is_joint = seed % 3 == 0 and "extra_q" in pattern.options
+    if is_joint:
+        options["extra_q"] = drawn(4, kv_heads * group, seed=seed + 4)
+    queries = torch.randint(rows + 4 * is_joint, (5,), generator=generator)
     expected = oracle.weights(q, k, pattern, **extra_keys, **options)
     order, own_options = Ordering.random(length, seed), dict(options)
     columns = torch.arange(length)
@@ -136,7 +145,7 @@ def compared(case, seed, group, masked, ordered):
         k, v, own_options["kv_ordering"], columns = order.apply(k, 1), order.apply(v, 1), order, order.perm
     elif ordered and "ordering" in pattern.options and not {"query_box", "query_start"} & options.keys():
         q, k, v, own_options["ordering"], columns = *(order.apply(x, 1) for x in (q, k, v)), order, order.perm
-        expected = order.apply(expected, 2)
+        expected = torch.cat([order.apply(expected[:, :, :rows], 2), expected[:, :, rows:]], 2)
         if masked:
             own_options["key_padding_mask"] = order.apply(options["key_padding_mask"], 1)
     columns = torch.cat([columns, torch.arange(length, expected.shape[-1])])
@@ -144,8 +153,9 @@ def compared(case, seed, group, masked, ordered):
     found = dense(*found, expected.shape[-1])
     values = torch.cat([v, *extra_values.values()], 1).repeat_interleave(group, 2)
     made = torch.einsum("bhqk,bkhd->bqhd", found, values)
-    out = attend(q, k, v, pattern, **extra_keys, **extra_values, **own_options)[:, queries]
-    return found, expected[:, :, queries][..., columns], made, out
+    out = attend(q, k, v, pattern, **extra_keys, **extra_values, **own_options)
+    out = torch.cat(out, 1) if is_joint else out
+    return found, expected[:, :, queries][..., columns], made, out[:, queries]
 
 
 any_call = given(
@@ -180,7 +190,7 @@ def test_documents_have_the_weights_that_each_has_alone(padding):
 
 def test_it_takes_every_option_of_attend_that_changes_a_weight():
     names = [inspect.signature(function).parameters.keys() for function in (attend, attention_weights)]
-    assert names[0] - names[1] == {"v", "extra_v", "extra_q", "dropout_p", "backend", "return_lse"}
+    assert names[0] - names[1] == {"v", "extra_v", "dropout_p", "backend", "return_lse"}
 
 
 def test_results_do_not_depend_on_how_many_rows_of_k_are_gathered_at_once(monkeypatch):
@@ -192,7 +202,8 @@ def test_results_do_not_depend_on_how_many_rows_of_k_are_gathered_at_once(monkey
 
 def test_gradients_are_those_of_brute_force():
     tensors = [x.requires_grad_() for x in (drawn(12, 4), drawn(12, 2, seed=1), drawn(2, 2, seed=2))]
-    near, queries, options = Neighbourhood((3, 4), (2, 3), edge="clip"), [0, 11, 5], {}
+    near, queries, options = Neighbourhood((3, 4), (2, 3), edge="clip"), [0, 14, 11, 12, 5], {}
+    extra_q = options["extra_q"] = drawn(3, 4, seed=4).requires_grad_()
     bias = options["bias"] = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
     hidden = options["key_padding_mask"] = torch.zeros(2, 12, dtype=torch.bool)
     hidden[0, :6], hidden[1] = True, True
@@ -205,7 +216,7 @@ def test_gradients_are_those_of_brute_force():
         expected = oracle.weights(q, k, near, **options)[:, :, queries]
         found = dense(*attention_weights(q, k, near, queries, **options), expected.shape[-1])
         dweights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        of = (q, k, bias, *extra_k)
+        of = (q, k, bias, extra_q, *extra_k)
         grads = [torch.autograd.grad(x, of, dweights) for x in (found, expected)]
         torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
 
@@ -295,12 +306,15 @@ test_wrong_arguments_are_refused_by_name = refusals({
         (lambda: attention_weights(x.to_sparse(), x, ON_GRID, [0]), "q must be a dense"),
     ],
     ValueError: [
-        (lambda: attention_weights(x, x, ON_GRID, [0, 12]), r"queries\[1\] must be a row of q, 0 to 11, got 12"),
+        (lambda: attention_weights(x, x, ON_GRID, [0, 12]), r"queries\[1\] must be a row of q, 0 to 11; got 12"),
+        (lambda: attention_weights(x, x, ON_GRID, [14], extra_q=x[:, :2]), "0 to 11, or of extra_q, 12 to 13; got 14"),
+        (lambda: attention_weights(x, x, ON_GRID, [0], extra_q=x[:, :2, :1]), r"extra_q must be \(batch, extra, heads"),
+        (lambda: attention_weights(x, x, ALONG, [0], extra_q=x), "extra_q must be left out"),
         (lambda: attention_weights(x, x, ON_GRID, torch.tensor([-1])), r"queries\[0\] must be .* at least 0, got -1"),
         (lambda: attention_weights(x, x, ON_GRID, [0], is_causal=True), "is_causal must be left out"),
         (lambda: attention_weights(x, x, ALONG, [0], extra_k=x), "extra_k must be left out"),
         (lambda: attention_weights(x, x, ALONG, [0], scale=0.0), "scale must be finite and above 0"),
-        (lambda: attention_weights(x[:, :2], x, ALONG, [2], query_start=5), r"must be a row of q, 0 to 1, got 2"),
+        (lambda: attention_weights(x[:, :2], x, ALONG, [2], query_start=5), r"must be a row of q, 0 to 1; got 2"),
         (lambda: attention_weights(x, x, Neighbourhood((3, 5), 2), [0]), "q must have the 15 cells"),
     ],
 })  # fmt: skip
