@@ -361,6 +361,24 @@ def while_jit_traces(method: Callable) -> Callable[[type], type]:
     return decorate
 
 
+def _read_has_hooks() -> Callable[[torch.nn.Module], bool]:
+    def has_hooks(layer: torch.nn.Module) -> bool:
+        of_forward = layer._forward_pre_hooks or layer._forward_hooks
+        return bool(of_forward or layer._backward_pre_hooks or layer._backward_hooks)
+
+    has_hooks(torch.nn.Identity())
+    return has_hooks
+
+
+@_private(_read_has_hooks)
+def has_hooks(layer: torch.nn.Module) -> bool:
+    """Whether a call of a layer runs hooks besides: pruning, weight normalisation and others work by them.
+
+    Read in torch 2.13: the hooks of nn.Module. Without it: True, and nobody computes by a layer's weight alone.
+    """
+    return True
+
+
 # torch's dense attention: operators beneath `scaled_dot_product_attention` that return lse.
 
 

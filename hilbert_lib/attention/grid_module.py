@@ -58,8 +58,9 @@ class NeighbourhoodAttention(ProjectedAttention):
         rules = {"window": window, "dilation": dilation, "stride": stride, "is_causal": is_causal, "edge": edge}
         self.rules = {name: tuple(x) if checks.is_listed(x) else x for name, x in rules.items()}
         self.backend = backend
-        rows, factory = sum(self.projected_heads) * self.head_dim, where_made(device, dtype)
-        self.in_proj = nn.Linear(self.embed_dim, rows, bias=checks.boolean("bias", bias), **factory)
+        checks.boolean("bias", bias)
+        factory = where_made(device, dtype)
+        self.in_proj = nn.Linear(self.embed_dim, sum(self.projected_sizes), bias=bias, **factory)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
     def forward(
@@ -103,12 +104,12 @@ class NeighbourhoodAttention(ProjectedAttention):
             if key_padding_mask.shape != x.shape[:-1]:
                 allowed = f"(batch, *grid) = {tuple(x.shape[:-1])}"
                 raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
-        q, k, v = self._project(x.flatten(1, -2))
+        q, k, v = self.project(x.flatten(1, -2))
         options = {"backend": self.backend, "extra_padding_mask": extra_padding_mask}
         if key_padding_mask is not None:
             options["key_padding_mask"] = key_padding_mask.flatten(1)
         if extra is not None:
-            extra_q, options["extra_k"], options["extra_v"] = self._project(extra)
+            extra_q, options["extra_k"], options["extra_v"] = self.project(extra)
             options["extra_q"] = extra_q if return_extra else None
         box = grid
         if part := part_of_box(query_box, tuple(grid)):
@@ -119,15 +120,6 @@ class NeighbourhoodAttention(ProjectedAttention):
         out, *extra_out = results if return_extra else (results,)
         out = self.out_proj(out.flatten(2)).unflatten(1, box)
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
-
-    @property
-    def projecting_weight(self) -> Tensor:
-        """The weight that makes q, k and v of tokens."""
-        return self.in_proj.weight
-
-    def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self.in_proj(tokens).unflatten(-1, (-1, self.head_dim))
-        return heads.split(self.projected_heads, dim=2)
 
     def extra_repr(self) -> str:
         return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.rules.items())])

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils import skip_init
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import computed
@@ -19,7 +20,7 @@ from hilbert_lib.attention.validation import (
     check_dtype,
     check_scale,
 )
-from hilbert_lib.internals import assert_async, has_values
+from hilbert_lib.internals import assert_async, has_hooks, has_values
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 
@@ -120,7 +121,13 @@ class DilatedAttention(Layer):
 
 
 class ProjectedAttention(Layer):
-    """Self-attention between projections of tokens: their sizes, and the checks of tokens that are projected."""
+    """Self-attention between projections of tokens: their sizes, and the checks of tokens that are projected.
+
+    `in_proj` makes q, k and v, and `out_proj` the output. Both are nn.Linear: adapters and quantisers put layers of
+    their own in their place, which decide themselves what tokens they take.
+    """
+
+    in_proj: nn.Module
 
     def __init__(self, embed_dim: int, num_heads: int, kv_heads: int | None):
         super().__init__()
@@ -137,16 +144,17 @@ class ProjectedAttention(Layer):
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
+        self.register_load_state_dict_pre_hook(_rename_projections)
 
     @property
-    def projecting_weight(self) -> Tensor:
-        """The weight that makes q, k and v of tokens."""
-        raise NotImplementedError
+    def projected_sizes(self) -> list[int]:
+        """Rows of in_proj for q, k and v."""
+        return [heads * self.head_dim for heads in (self.num_heads, self.kv_heads, self.kv_heads)]
 
-    @property
-    def projected_heads(self) -> tuple[int, int, int]:
-        """Heads of q, k and v."""
-        return self.num_heads, self.kv_heads, self.kv_heads
+    def project(self, tokens: Tensor) -> list[Tensor]:
+        """q, k and v of tokens (..., embed_dim): (..., heads, head_dim) each."""
+        projected = self.in_proj(tokens).split(self.projected_sizes, dim=-1)
+        return [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
 
     def check_tokens(
         self, name: str, x: Tensor, axes: Sequence[int], allowed: str, query: Tensor | None = None
@@ -160,11 +168,26 @@ class ProjectedAttention(Layer):
         if x.dim() not in axes or x.shape[-1] != self.embed_dim or x.shape != query.shape:
             like = "" if x is query else f", shaped like query {tuple(query.shape)}"
             raise ValueError(f"{name} must be {allowed}{like}, got shape {tuple(x.shape)}")
-        weight = self.projecting_weight
+        if not _is_torchs(self.in_proj):
+            return
+        weight = self.in_proj.weight
         if x.device != weight.device:
             raise ValueError(f"{name} must be on the device of the parameters ({weight.device}), got {x.device}")
         if autocast_dtype(x) != autocast_dtype(weight):
             raise TypeError(f"{name} must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
+
+
+def _rename_projections(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    # The names of nn.MultiheadAttention, which `MultiheadDilatedAttention` once had, as ours.
+    for kind in ("weight", "bias"):
+        name, theirs = f"{prefix}in_proj.{kind}", f"{prefix}in_proj_{kind}"
+        if name not in state_dict and theirs in state_dict:
+            state_dict[name] = state_dict.pop(theirs)
+
+
+def _is_torchs(layer: nn.Module) -> bool:
+    # Whether a layer computes as nn.Linear does: offloading to another device writes a `forward` of its own into one.
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__
 
 
 def where_made(device: object, dtype: object) -> dict[str, object]:
@@ -177,8 +200,9 @@ class MultiheadDilatedAttention(ProjectedAttention):
     """Self-attention with projections, in the place of `torch.nn.MultiheadAttention`, also inside torch's layers:
     `layer.self_attn = MultiheadDilatedAttention(...)`.
 
-    Parameters have the names, shapes and first values of nn.MultiheadAttention's, and each module loads the other's
-    state dict. With one branch (w >= length, r = 1) it computes the same function. Fewer kv_heads make in_proj smaller.
+    Parameters have the shapes and first values of nn.MultiheadAttention's, whose state dict it loads. Its own names are
+    in_proj.weight and in_proj.bias: nn.MultiheadAttention takes them with an underscore for the dot. With one branch
+    (w >= length, r = 1) it computes the same function. Fewer kv_heads make in_proj smaller.
 
     Args:
         embed_dim: size of a token.
@@ -228,9 +252,10 @@ class MultiheadDilatedAttention(ProjectedAttention):
         self.attention = DilatedAttention(pattern, dropout=dropout, kv_ordering=kv_ordering, backend=backend)
         pattern.check_heads(self.kv_heads)
         self.batch_first = batch_first
-        rows, factory = sum(self._projected()), where_made(device, dtype)
-        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **factory))
-        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
+        factory = where_made(device, dtype)
+        # Drawn last, as nn.MultiheadAttention draws its own.
+        in_factory = factory | {"device": factory["device"] or torch.get_default_device()}
+        self.in_proj = skip_init(nn.Linear, self.embed_dim, sum(self.projected_sizes), bias=bias, **in_factory)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         eps = None if norm_eps is None else checks.positive("norm_eps", norm_eps)
         self.inner_norm = None if eps is None else nn.LayerNorm(self.embed_dim, eps, **factory)
@@ -276,9 +301,14 @@ class MultiheadDilatedAttention(ProjectedAttention):
         return module
 
     @property
-    def projecting_weight(self) -> Tensor:
-        """The weight that makes q, k and v of tokens."""
-        return self.in_proj_weight
+    def in_proj_weight(self) -> Tensor:
+        """The weight of in_proj, by nn.MultiheadAttention's name for it, which torch's layers read."""
+        return self.in_proj.weight
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:
+        """The bias of in_proj, by nn.MultiheadAttention's name for it."""
+        return self.in_proj.bias
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, as after `to_empty` of a module made on the meta device."""
@@ -289,9 +319,9 @@ class MultiheadDilatedAttention(ProjectedAttention):
 
     def _reset_parameters(self) -> None:
         # As in nn.MultiheadAttention: `out_proj` has drawn its weight before.
-        nn.init.xavier_uniform_(self.in_proj_weight)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
+        nn.init.xavier_uniform_(self.in_proj.weight)
+        if self.in_proj.bias is not None:
+            nn.init.zeros_(self.in_proj.bias)
             nn.init.zeros_(self.out_proj.bias)
 
     def forward(
@@ -348,15 +378,18 @@ class MultiheadDilatedAttention(ProjectedAttention):
         alone = key is query and value is query and key_padding_mask is None and cu_seqlens is None
         if alone and is_nested and self.batch_first:
             return self._attend_nested(query, attn_mask, is_causal), None
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            self.check_tokens(name, x, (2, 3), f"tokens of size {self.embed_dim} in 2 or 3 dimensions", query)
+        allowed = f"tokens of size {self.embed_dim} in 2 or 3 dimensions"
+        self.check_tokens("query", query, (2, 3), allowed)
+        for name, x in (("key", key), ("value", value)):
+            if x is not query:
+                self.check_tokens(name, x, (2, 3), allowed, query)
         padding = _as_bool(key_padding_mask)
+        heads = self.project(query) if key is query and value is query else self._project_each(query, key, value)
         if query.dim() == 2:
-            batched = (x[None] for x in self._project(query, key, value))
+            q, k, v = (x[None] for x in heads)
             padding = None if padding is None else padding[None]
         else:
-            batched = (x if self.batch_first else x.transpose(0, 1) for x in self._project(query, key, value))
-        q, k, v = (x.unflatten(2, (-1, self.head_dim)) for x in batched)
+            q, k, v = (x if self.batch_first else x.transpose(0, 1) for x in heads)
         options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         attended = self.attention(q, k, v, padding, **options).flatten(2)
         out = self.out_proj(attended if self.inner_norm is None else self.inner_norm(attended))
@@ -374,17 +407,14 @@ class MultiheadDilatedAttention(ProjectedAttention):
         out, _ = self.forward(padded, key_padding_mask=is_padding, attn_mask=attn_mask, is_causal=is_causal)
         return torch.nested.as_nested_tensor([tokens[:end] for tokens, end in zip(out, lengths, strict=True)])
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        sizes = self._projected()
-        if key is query and value is query:
-            return linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, dim=-1)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
-        parts = zip((query, key, value), self.in_proj_weight.split(sizes), biases, strict=True)
-        return tuple(linear(*part) for part in parts)
-
-    def _projected(self) -> list[int]:
-        # Rows of in_proj for q, k and v.
-        return [heads * self.head_dim for heads in self.projected_heads]
+    def _project_each(self, *tokens: Tensor) -> list[Tensor]:
+        # q of the first tensor, k of the second and v of the third.
+        if not _is_torchs(self.in_proj) or has_hooks(self.in_proj):
+            return [self.project(x)[n] for n, x in enumerate(tokens)]
+        sizes, bias = self.projected_sizes, self.in_proj.bias
+        biases = (None,) * 3 if bias is None else bias.split(sizes)
+        parts = zip(tokens, self.in_proj.weight.split(sizes), biases, strict=True)
+        return [linear(*part).unflatten(-1, (-1, self.head_dim)) for part in parts]
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:

@@ -33,7 +33,7 @@ def layer_of_torchscale(state_dict: Mapping[str, Tensor], prefix: str) -> dict[s
         if x.shape != shape:
             raise ValueError(f"state_dict[{prefix + name!r}] must have shape {shape}, got {tuple(x.shape)}")
     layer = {
-        f"in_proj_{kind}": torch.cat([theirs[f"{name}_proj.{kind}"] for name in "qkv"]) for kind in ("weight", "bias")
+        f"in_proj.{kind}": torch.cat([theirs[f"{name}_proj.{kind}"] for name in "qkv"]) for kind in ("weight", "bias")
     }
     layer |= {f"out_proj.{kind}": theirs[f"out_proj.{kind}"] for kind in ("weight", "bias")}
     return layer | {name.replace("inner_attn_ln", "inner_norm"): theirs[name] for name in NORM if name in theirs}

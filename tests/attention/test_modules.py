@@ -14,7 +14,7 @@ from cases import refusals
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, NeighbourhoodAttention, Ordering, attend, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.internals import WITHOUT_INTERNALS
 
@@ -39,14 +39,74 @@ def grads_of(module: nn.Module, out: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_parameters_are_torchs_and_state_dicts_go_both_ways(bias):
+def test_first_values_and_state_dicts_are_torchs(bias):
     ours = multihead(bias=bias)
     torch.manual_seed(0)
     torchs = nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True)
-    assert list(ours.state_dict()) == list(torchs.state_dict())
-    assert all(map(torch.equal, ours.state_dict().values(), torchs.state_dict().values()))
-    torchs.load_state_dict(ours.state_dict())
-    ours.load_state_dict(torchs.state_dict())
+    renamed = {name.replace("in_proj.", "in_proj_"): x for name, x in ours.state_dict().items()}
+    assert list(renamed) == list(torchs.state_dict())
+    assert all(map(torch.equal, renamed.values(), torchs.state_dict().values()))
+    nn.init.normal_(ours.in_proj.weight)
+    torchs.load_state_dict(renamed)
+    grid = NeighbourhoodAttention(EMBED, HEADS, window=3, bias=bias)
+    for loaded, source in ((ours, torchs), (grid, torchs), (grid, ours), (ours, grid)):
+        for parameter in loaded.parameters():
+            nn.init.constant_(parameter, torch.nan)
+        model = nn.ModuleDict({"layer": loaded})  # names with a prefix
+        model.load_state_dict({f"layer.{name}": x for name, x in source.state_dict().items()})
+        assert all(map(torch.equal, loaded.parameters(), torchs.parameters()))
+    wrong = torchs.state_dict() | {"in_proj.weight": torchs.in_proj_weight, "bias_k": torchs.out_proj.weight}
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"in_proj_weight", "bias_k"'):
+        ours.load_state_dict(wrong)
+
+
+class Adapted(nn.Module):
+    """A layer of an adapter of weights or of a quantiser: bfloat16 weights that it casts tokens to, and an addition."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.base = copy.deepcopy(layer).bfloat16()
+        self.weight = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)  # packed, and of no use
+        self.addition = nn.Linear(layer.in_features, layer.out_features, bias=False)
+        nn.init.normal_(self.addition.weight)
+
+    def forward(self, x):
+        return self.base(x.bfloat16()).to(x.dtype) + self.addition(x)
+
+
+def halved(layer: nn.Linear) -> nn.Linear:
+    """The layer with a hook: what it computes is halved."""
+    layer.register_forward_hook(lambda layer, args, out: out / 2)
+    return layer
+
+
+def elsewhere(layer: nn.Linear) -> nn.Linear:
+    """The layer with its weight on another device, and a `forward` that moves it, as offloading has."""
+    weight = layer.weight
+    layer.weight = nn.Parameter(weight.to("meta"))
+    layer.forward = lambda x: nn.functional.linear(x, weight, layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize("change", [Adapted, halved, elsewhere])
+def test_what_stands_in_the_place_of_a_projection_is_called(change):
+    # Expected: the function between the layers, each called once for each tensor.
+    ours, grid = multihead(kv_heads=2), NeighbourhoodAttention(EMBED, HEADS, window=3, kv_heads=2)
+    x = tokens(2, LENGTH).requires_grad_()
+    for module in (ours, grid):
+        module.in_proj, module.out_proj = change(module.in_proj), change(module.out_proj)
+    near = Neighbourhood((LENGTH,), 3)
+    calls = [
+        (ours, DILATED, (x, x, x), ours(x)[0]),
+        (ours, DILATED, (x, x.sin(), x * 2), ours(x, x.sin(), x * 2)[0]),
+        (grid, near, (x, x, x), grid(x)),
+    ]
+    for module, pattern, given, out in calls:
+        projected = {each: module.in_proj(each).unflatten(-1, (-1, 4)).split((4, 2, 2), 2) for each in given}
+        heads = [projected[each][n] for n, each in enumerate(given)]
+        expected = module.out_proj(attend(*heads, pattern).flatten(2))
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)))
 
 
 PADDED = torch.arange(LENGTH) >= torch.tensor([[9], [LENGTH]])  # the first sequence ends early
@@ -59,9 +119,9 @@ MASKS = {"none": None, "bool": PADDED, "float": torch.zeros(PADDED.shape).masked
 def test_one_branch_without_dilation_is_torchs_multihead_attention(inputs, mask, is_causal):
     options = {"batch_first": inputs != "seq_first"}
     ours, torchs = multihead(DENSE, **options), nn.MultiheadAttention(EMBED, HEADS, **options)
-    nn.init.normal_(ours.in_proj_bias)  # zero at first: a wrong split would not show
-    nn.init.normal_(ours.out_proj.bias)
-    torchs.load_state_dict(ours.state_dict())
+    nn.init.normal_(torchs.in_proj_bias)  # zero at first: a wrong split would not show
+    nn.init.normal_(torchs.out_proj.bias)
+    ours.load_state_dict(torchs.state_dict())
     x, padding = tokens(2, LENGTH), MASKS[mask]
     if inputs == "seq_first":
         x = x.transpose(0, 1)
