@@ -8,6 +8,7 @@ but those of [suite].
 attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
             attention_weights, merge_attention
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union
+points      PointNeighbourhood, for `attend`
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_attend, ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
             ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs
@@ -42,6 +43,7 @@ PUBLIC = {
     "hilbert_lib.machine": ("GpuInfo", "get_gpu_info"),
     "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
     "hilbert_lib.patterns.dilated": ("DilatedPattern",),
+    "hilbert_lib.patterns.points": ("PointNeighbourhood",),
     "hilbert_lib.patterns.union": ("Union",),
     "hilbert_lib.ring.attention": ("ring_attend", "ring_dilated_attention", "ring_neighbourhood_attention"),
     "hilbert_lib.ring.module": ("RingDilatedAttention", "RingNeighbourhoodAttention", "gather", "shard"),
@@ -93,6 +95,7 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name
     from hilbert_lib.ordering import OrderingSpec as OrderingSpec
     from hilbert_lib.patterns.dilated import DilatedPattern as DilatedPattern
     from hilbert_lib.patterns.neighbourhood import Neighbourhood as Neighbourhood
+    from hilbert_lib.patterns.points import PointNeighbourhood as PointNeighbourhood
     from hilbert_lib.patterns.union import Union as Union
     from hilbert_lib.ring.attention import ring_attend as ring_attend
     from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention

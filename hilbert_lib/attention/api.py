@@ -23,6 +23,7 @@ from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.points import PointNeighbourhood
 
 QueryBox = Sequence[tuple[int, int]]  # (start, stop) for each axis of a grid
 
@@ -436,6 +437,8 @@ def check_neighbourhood(neighbourhood: object, prefix: str = "") -> Neighbourhoo
 
     prefix: of the names of other functions, as "ring_".
     """
+    if isinstance(neighbourhood, PointNeighbourhood):
+        return neighbourhood
     if isinstance(neighbourhood, tuple | list):
         return HeadNeighbourhoods(tuple(neighbourhood))
     if isinstance(neighbourhood, Neighbourhood | HeadNeighbourhoods):

@@ -173,7 +173,7 @@ def _is_recorded(tensors: Iterable[Tensor | None]) -> bool:
 def run_forward(inputs: Tensors, request: Request, served: Served) -> tuple[Tensor, Tensor]:
     """Output and lse, both contiguous."""
     q = inputs.q
-    if not (q.numel() and inputs.k.numel()):  # dense operators do not take empty tensors
+    if not (q.numel() and (inputs.k.numel() or request.lists)):  # dense operators do not take empty tensors
         out, lse = empty_results(inputs.q)
         return out.zero_(), lse.fill_(-torch.inf)
     try:
@@ -215,7 +215,7 @@ def run_backward(
 
     dlse: the gradient of lse, or None where it has none. Its values in rows without keys are ignored.
     """
-    if not (inputs.q.numel() and inputs.k.numel()):
+    if not (inputs.q.numel() and (inputs.k.numel() or request.lists)):
         return tuple(x.zero_() for x in empty_gradients(dout, inputs, request.part))
     if dlse is not None:
         _check_lse_gradient(inputs.q, request, served.name)

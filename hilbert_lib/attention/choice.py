@@ -13,7 +13,7 @@ from hilbert_lib.attention.documents import LOOPED
 from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.request import Request
-from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule, grid_rule
+from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, POINTS, Rule, grid_rule
 from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
@@ -66,6 +66,8 @@ def _of_tables(rule: Rule) -> Rule:
 
 
 def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
+    if call.lists:
+        return _that_serves(POINTS, call)
     if not is_exporting():
         for shape, rule in remembered_rules(q.device, q.dtype):
             if shape.fits(q, call, gradient):
@@ -177,7 +179,7 @@ def explain(
     for candidate, backend in backends_for(call.pattern).items():
         lacking = backend.lse_refusal(q, call) if lse_gradient else ""
         reasons[candidate] = _reason(backend, q, k, call, name, chosen, rule, lacking)
-    if call.pattern.length is None:
+    if call.pattern.length is None and not call.lists:
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"

@@ -19,6 +19,7 @@ from hilbert_lib.attention.measured_rules import changed_at
 from hilbert_lib.attention.request import Request
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.points import PointNeighbourhood
 
 MOST = 1024  # forms; all are forgotten where there are more
 _PLAIN = {type(None), bool, int, float, str}
@@ -47,7 +48,13 @@ def form_of(tensors: tuple[Tensor, ...], pattern: Pattern, door: Callable, backe
 
     tensors: q, k and v. door: what the pattern's kind is checked by. options: all other arguments.
     """
-    if any(type(x) not in _TENSORS for x in tensors) or torch.is_autocast_enabled(tensors[0].device.type):
+    # Of points, whose lists a form would hold, each call is validated.
+    is_of_points = isinstance(pattern, PointNeighbourhood)
+    if (
+        is_of_points
+        or any(type(x) not in _TENSORS for x in tensors)
+        or torch.is_autocast_enabled(tensors[0].device.type)
+    ):
         return None
     form = [pattern, door, backend, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
     for x in tensors:

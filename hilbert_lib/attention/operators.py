@@ -42,6 +42,7 @@ ORDERINGS = (*KINDS, "residue", "random", "linear", "permutation")
 # The schema of a request: the pattern, then the other fields one by one.
 _TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
 _TYPES |= {Pattern: "str words, SymInt[]", Ordering | None: "int[]", GridPart | None: "SymInt[]"}
+_TYPES[tuple[Tensor, ...]] = "Tensor[]"
 _FIELDS = [field.name for field in fields(Request)]
 _OWN = ["Tensor? permutation", "str backend"]  # permutation: the values of an ordering of one's own
 _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), *_OWN])
@@ -105,6 +106,7 @@ def _arguments(request: Request) -> tuple:
         request.slots,
         request.query_starts,
         request.key_start,
+        list(request.lists),
         request.has_bias,
         request.bias_gradient,
         _permutation(request.ordering),
@@ -125,6 +127,7 @@ def _request(words: str, numbers: list[int], *rest) -> Request:
     options = dict(zip(_FIELDS[1:], values, strict=True))
     ordering = tuple(options["ordering"])
     options["ordering"] = _ordering(ordering) if permutation is None else _own_ordering(ordering, permutation)
+    options["lists"] = tuple(options["lists"])
     options["part"] = _part(tuple(map(int, options["part"])))
     return Request(from_specification(words, tuple(map(int, numbers))), **options)
 

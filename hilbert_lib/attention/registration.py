@@ -41,7 +41,7 @@ def register(
     results = "Tensor out, Tensor lse, Tensor? dlse"
     LIBRARY.define(f"{name}_backward(Tensor dout, {schema}, {results}, {request}) -> ({grads})")
     operator, gradient = (getattr(torch.ops.hilbert_lib, full_name) for full_name in (name, f"{name}_backward"))
-    masks = [n for n, field in enumerate(request.split(", ")) if field.startswith("Tensor")]
+    masks = [n for n, field in enumerate(request.split(", ")) if field.startswith("Tensor?")]
     count = len(inputs)
     backward_count = count + 4  # dout, out, lse and dlse too
     passes = Passes(

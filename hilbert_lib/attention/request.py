@@ -85,6 +85,8 @@ class Request:
     # Of sequences that begin at rows which only the device knows: see `starts.py`.
     query_starts: Tensor | None = None  # (batch,) int32 or int64: query_start of each
     key_start: Tensor | None = None  # (batch,) likewise: the row of k at which each begins
+    # Of points: the four arrays of `PackedLists`, then those of the lists turned round where these are others.
+    lists: tuple[Tensor, ...] = ()
     # What a choice hangs on besides, on grids.
     has_bias: bool = False  # whether there is a bias
     bias_gradient: bool = False  # whether there is one, and a gradient of anything may follow
@@ -137,7 +139,8 @@ def without_tensors(request: Request) -> Request:
     return replace(request, **dict.fromkeys(TENSORS))
 
 
-_options = attrgetter(*(field.name for field in fields(Request) if field.type != Tensor | None))
+_OF_TENSORS = (Tensor | None, tuple[Tensor, ...])
+_options = attrgetter(*(field.name for field in fields(Request) if field.type not in _OF_TENSORS))
 
 
 @dataclass(frozen=True, eq=False)

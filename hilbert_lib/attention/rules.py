@@ -41,6 +41,7 @@ GRID_BY_ROW = Rule(("hopper", "triton", "flex", "eager"), f"boxes on an H100 (no
 GRID_ON_GPU = Rule(("triton", "flex", "eager"), _GRIDS)
 GRID_COMPACT = Rule(("flex", "triton", "eager"), _GRIDS)
 GRID_ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")
+POINTS = Rule(("triton", "eager"), "the only ones that read lists")
 COMPACT_ORDERS = ("hilbert", "morton", "tile")  # whose blocks are compact
 
 

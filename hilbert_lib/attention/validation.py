@@ -17,6 +17,7 @@ from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import ON_GRIDS, ON_LINES, HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern, check_pattern
+from hilbert_lib.patterns.points import ListedPairs, PointNeighbourhood
 from hilbert_lib.patterns.union import Union
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,6 +25,12 @@ LARGEST_HEAD_DIM = 256
 # Kernels multiply it by log2 e.
 LARGEST_SCALES = {dtype: torch.finfo(dtype).max / math.log2(math.e) for dtype in (torch.float32, torch.float64)}
 ROWS = ("linear", "raster")  # orders that leave the tokens of a grid row by row
+OF_POINTS = {  # hints for options that points do not take
+    "ordering": ": tokens lie as the coordinates do",
+    "kv_ordering": ": tokens lie as the coordinates do",
+    "cu_seqlens": ": give batch= to the points",
+    "query_box": ": give keys= to the points",
+}
 # The options that some kinds of pattern take and others do not, as they are where nobody gives them.
 DEFAULTS = {
     "is_causal": False,
@@ -62,7 +69,7 @@ def validated(
     """
     q_given, k_given = q, k
     q, k, v = check_tensors(q, k, v)
-    pattern = as_pattern(pattern).of_heads(k.shape[2])
+    pattern, lists = _with_lists(as_pattern(pattern).of_heads(k.shape[2]), q, k)
     _ = pattern.specification  # raises for a field that operators cannot be given
     refuse_options(pattern, options)
     options = DEFAULTS | options
@@ -73,8 +80,10 @@ def validated(
     max_seqlen = check_documents(
         q, options["cu_seqlens"], options["max_seqlen"], key_padding_mask=key_padding_mask, **sequence_options
     )
-    part = None
-    if pattern.length is None:
+    part = query_start = query_starts = None
+    if lists:
+        pass  # q and k have the rows of their points
+    elif pattern.length is None:
         query_start, query_starts = check_starts(q, k, options["query_start"], options["key_start"])
         _check_kv_ordering(options["kv_ordering"], k)
     else:
@@ -87,7 +96,6 @@ def validated(
         elif options["query_start"] is None:
             _check_cells("q", q, *whole)
         _check_cells("k", k, *whole)
-        query_start = query_starts = None
         if options["query_start"] is not None or options["key_start"] is not None:
             _check_starts_on_line(pattern, options)
             query_start, query_starts = check_starts(q, k, options["query_start"], options["key_start"])
@@ -123,6 +131,7 @@ def validated(
         query_starts=query_starts,
         key_start=options["key_start"],
         part=part,
+        lists=lists,
         has_bias=bias is not None,
         bias_gradient=bias is not None and needs_gradient(*inputs),
     )
@@ -132,7 +141,22 @@ def validated(
 def as_pattern(pattern: object) -> Pattern:
     """The argument as a pattern: a tuple or a list of neighbourhoods is one for each KV head."""
     is_by_head = isinstance(pattern, tuple | list) and any(isinstance(item, Neighbourhood) for item in pattern)
+    if isinstance(pattern, tuple | list) and any(isinstance(item, PointNeighbourhood) for item in pattern):
+        raise TypeError(f"pattern must be one PointNeighbourhood for all heads, got {pattern!r}")
     return HeadNeighbourhoods(tuple(pattern)) if is_by_head else check_pattern(pattern)
+
+
+def _with_lists(pattern: Pattern, q: Tensor, k: Tensor) -> tuple[Pattern, tuple[Tensor, ...]]:
+    # The pattern as a request has it, and the arrays of its lists, which are the request's, too.
+    if not isinstance(pattern, PointNeighbourhood):
+        return pattern, ()
+    _check_cells("q", q, pattern.lists.queries, "its points")
+    _check_cells("k", k, pattern.lists.keys, "its points")
+    if pattern.device != q.device:
+        raise ValueError(
+            f"pattern must be on the device of q ({q.device}), got points on {pattern.device}: pattern.to(q.device)"
+        )
+    return ListedPairs(), pattern.list_tensors
 
 
 def refuse_options(
@@ -150,6 +174,8 @@ def refuse_options(
             hint = "; query_start is the word there" if name == "query_box" and pattern.length is None else ""
             if name in ON_LINES - ON_GRIDS and pattern.length is not None:
                 hint = "; it has more than one axis"
+            if isinstance(pattern, ListedPairs):
+                hint = OF_POINTS.get(name, "")
             raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}{hint}")
 
 

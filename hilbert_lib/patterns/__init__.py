@@ -7,6 +7,8 @@ neighbourhood  windows on a grid of 1 to 3 axes
 blocks         neighbourhoods as kernels read them: rectangles, and blocks of a mask
 union          several patterns in one softmax
 all_pairs      every query sees every key: queries beside a grid
+points         points, each of which sees those in a window around it
+point_lists    their packed lists, found without n squared tests
 packed_lists   rows of the keys that 64 queries see, and who sees whom, for kernels that know no geometry
 """
 
@@ -18,6 +20,7 @@ __getattr__, __dir__ = lazily(
         "hilbert_lib.patterns.blocks": ("mask_blocks",),
         "hilbert_lib.patterns.dilated": ("MIXING_RULES", "DilatedPattern"),
         "hilbert_lib.patterns.neighbourhood": ("EDGES", "Neighbourhood"),
+        "hilbert_lib.patterns.points": ("PointNeighbourhood",),
         "hilbert_lib.patterns.union": ("Union",),
     },
 )

@@ -96,6 +96,15 @@ class PackedLists:
         return cls(query_rows.int(), starts, key_rows.int(), words_of(seen.mT), queries, keys)
 
 
+def both_ways(tensors: tuple[Tensor, ...], queries: int, keys: int) -> tuple[PackedLists, PackedLists]:
+    """The lists of the keys that queries see, and of the queries that see keys.
+
+    tensors: four arrays where the two are the same lists, otherwise eight. queries, keys: rows of q and of k.
+    """
+    lists = PackedLists(*tensors[:4], queries, keys)
+    return lists, PackedLists(*tensors[4:], keys, queries) if len(tensors) > 4 else lists
+
+
 def tiles_of(block: Tensor, place: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys of blocks packed in tiles of 64.
 

@@ -158,10 +158,6 @@ class PointNeighbourhood(Pattern):
             self._copies[device] = copy
         return self._copies[device]
 
-    def of_heads(self, kv_heads: int) -> "ListedPairs":
-        """The pattern as a request has it: lists are tensors of the request."""
-        return ListedPairs()
-
     @property
     def list_tensors(self) -> tuple[Tensor, ...]:
         """The arrays of the lists, then those of the lists turned round where these are others."""

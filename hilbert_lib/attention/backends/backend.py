@@ -37,6 +37,7 @@ NOT_SERVED = {  # what a backend says that does not serve a later option
     "part": "computes no part of a grid",
     "query_starts": "no query_start that is a tensor: it would have to read it on the device",
     "key_start": "no key_start: it would have to read it on the device",
+    "lists": "reads no lists of points",
     "has_bias": "adds no bias to scores",
     "bias_gradient": "has no gradient beside a bias",
 }

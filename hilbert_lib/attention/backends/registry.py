@@ -2,7 +2,7 @@
 
 import torch
 
-from hilbert_lib.attention.backends import dense, flex, fused, fused_grid, packages, reference, tiles
+from hilbert_lib.attention.backends import dense, flex, fused, fused_grid, listed, packages, reference, tiles
 from hilbert_lib.attention.backends.all_pairs import by_one_segment
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.parts import part_by_part
@@ -12,7 +12,7 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 
-_ROOMS = (fused, fused_grid, dense.HALF, packages, flex, dense, tiles, reference)
+_ROOMS = (fused, fused_grid, dense.HALF, packages, flex, dense, tiles, listed, reference)
 _EVERY = [backend for room in _ROOMS for backend in getattr(room, "BACKENDS", room)]
 NAMES = tuple(dict.fromkeys(backend.name for backend in _EVERY))  # of every kind
 WITHOUT_BUILD = {
