@@ -28,6 +28,8 @@ def times_seen(
     """
     if hasattr(pattern, "patterns"):
         return sum(times_seen(part, queries, length, kv_head, kv_heads, is_causal) for part in pattern.patterns)
+    if hasattr(pattern, "key_coordinates"):
+        return points_seen(pattern)[queries.start : queries.stop].double()
     if hasattr(pattern, "segment_lengths"):
         times = torch.zeros(len(queries), length, dtype=torch.float64)
         for row, query in zip(times, queries, strict=True):
@@ -229,6 +231,25 @@ def softmax_over(
     scores = scores if bias is None else scores + bias
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1) * ~is_empty, v)
     return out, scores.logsumexp(-1).masked_fill(is_empty[..., 0], -torch.inf)
+
+
+# Points.
+
+
+def points_seen(points) -> Tensor:
+    """Whether each point sees each key, step by step through its window: (queries, keys) bool."""
+    cells, keys = points.coordinates.long(), points.key_coordinates
+    clouds, key_clouds = points.batch, points.batch if keys is None else points.key_batch
+    keys = cells if keys is None else keys.long()
+    seen = torch.ones(len(cells), len(keys), dtype=torch.bool, device=cells.device)
+    if clouds is not None:
+        seen &= clouds[:, None] == key_clouds
+    for axis, (window, dilation) in enumerate(zip(points.window, points.dilation, strict=True)):
+        on_axis = torch.zeros_like(seen)
+        for step in range(-(window // 2), window - window // 2):
+            on_axis |= keys[:, axis] == cells[:, axis, None] + step * dilation
+        seen &= on_axis
+    return seen
 
 
 # Dilated patterns along a sequence.
