@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from functools import cache, reduce
 from operator import call, itemgetter, or_
+from threading import Lock
 from types import NoneType
 from typing import NamedTuple
 from weakref import ref
@@ -40,6 +41,7 @@ PLACES = 64  # addresses in a cache of descriptors, or of launches
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
+_loading = Lock()
 _failed: dict[tuple, str] = {}  # the message for kernels that did not compile
 _recordings: dict[tuple, "_Recording | None"] = {}  # None for a kind that came once
 
@@ -241,7 +243,7 @@ def _constants(kernel: triton.JITFunction) -> tuple[str, ...]:
 
 
 def _compile(starts: Sequence[Start]) -> None:
-    # A new thread is on device 0, and would load the kernels there.
+    # A new thread is on device 0.
     on_device = {"initializer": torch.cuda.set_device, "initargs": (starts[0].arguments[0].device,)}
     # Compilation makes many objects and little garbage. A collection would go through all of torch and free next to
     # nothing.
@@ -249,7 +251,9 @@ def _compile(starts: Sequence[Start]) -> None:
     gc.disable()
     try:
         with ThreadPoolExecutor(len(starts), **on_device) as pool:
-            list(pool.map(_load, set(_compiled_at_once(starts, pool))))
+            compiled = _compiled_at_once(starts, pool)
+        for kernel in dict.fromkeys(compiled):
+            _load(kernel)
     finally:
         if was_on:
             gc.enable()
@@ -282,5 +286,7 @@ def _finished(kernel: object) -> object:
 
 
 def _load(compiled) -> None:
-    # Triton 3.6 builds the launcher of a kernel with the C compiler when `run` is first read.
-    _ = compiled.run
+    # Triton 3.6 builds the launcher of a kernel with the C compiler when `run` is first read. All its launchers are
+    # Python modules of one name: of two that are loaded at once, a kernel can be given the other's.
+    with _loading:
+        _ = compiled.run

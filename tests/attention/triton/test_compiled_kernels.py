@@ -291,7 +291,8 @@ def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, c
         assert first["before any starts"]
         assert second["compiled"] == []
         assert first["started"] == second["started"] == kernels
-    assert told["devices"] == ["cpu"], "a thread that loads kernels has the tensors' device"
+    assert told["devices"] == ["cpu"], "a thread that compiles kernels has the tensors' device"
+    assert told["loaded at once"] == 1, "Triton 3.6 gives a kernel another's launcher where two are loaded at once"
     assert told["collected"] == {"inside": False, "after": True}
 
 
