@@ -227,7 +227,8 @@ class Neighbourhood(Pattern):
 
     def of_heads(self, kv_heads: int) -> "HeadNeighbourhoods":
         """The same neighbourhood for every KV head."""
-        return HeadNeighbourhoods((self,) * kv_heads)
+        # Not `(self,) * kv_heads`: the compiler of torch 2.11 does not trace that.
+        return HeadNeighbourhoods(tuple(self for _ in range(kv_heads)))
 
     @property
     def specification(self) -> Specification:
