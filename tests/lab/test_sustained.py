@@ -57,6 +57,7 @@ def test_a_call_among_others_takes_as_long_as_it_does_alone(takes):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_tells_its_clock_power_and_energy():
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
