@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hilbert_lib import checks
 from hilbert_lib.attention.api import QueryBox, neighbourhood_attention
 from hilbert_lib.attention.grid_parts import part_of_box
-from hilbert_lib.attention.modules import ProjectedAttention, where_made
+from hilbert_lib.attention.modules import Prepare, ProjectedAttention, check_prepare, prepared, where_made
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
@@ -21,10 +21,17 @@ class NeighbourhoodAttention(ProjectedAttention):
     Args:
         embed_dim: size of a token.
         num_heads: query heads, a divisor of embed_dim; embed_dim / num_heads is 1 to 256.
-        window, dilation, stride, is_causal, edge: as in `Neighbourhood`; a sequence has one value for each axis.
+        window, dilation, stride, is_causal, edge: as in `Neighbourhood`; a sequence has one value for each axis. A
+            window may also be a sequence with one window for each KV head, of which at least one is itself a sequence.
         kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
-        bias: whether the projections have one. A bias by relative position is an argument of `neighbourhood_attention`
-            alone.
+        bias: whether the projections have one.
+        relative_bias: whether scores have a learned bias by relative position: the parameter `relative_bias`, (heads,
+            2 * w_1 - 1, ..., 2 * w_n - 1), as `bias` of `neighbourhood_attention`. The number of axes is then fixed:
+            window, or another rule, has one value for each. False by default.
+        prepare: function or module (q, k, grid) -> (q, k) between in_proj and attention, such as rotary embedding or
+            norms. q is (batch, cells, heads, head_dim), k (batch, cells, kv_heads, head_dim), row by row; grid is the
+            tuple of sides. Extra tokens do not pass through it.
+        prepare_extra: function or module (q, k) -> (q, k) of the extra tokens.
         backend: as in `neighbourhood_attention`.
         device, dtype: of the parameters.
 
@@ -42,7 +49,7 @@ class NeighbourhoodAttention(ProjectedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        window: int | Sequence[int],
+        window: int | Sequence[int | Sequence[int]],
         *,
         dilation: int | Sequence[int] = 1,
         stride: int | Sequence[int] = 1,
@@ -50,18 +57,59 @@ class NeighbourhoodAttention(ProjectedAttention):
         edge: str | Sequence[str] = "shift",
         kv_heads: int | None = None,
         bias: bool = True,
+        relative_bias: bool = False,
+        prepare: Prepare = None,
+        prepare_extra: Prepare = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(embed_dim, num_heads, kv_heads)
+        super().__init__(embed_dim, num_heads, kv_heads, prepare)
+        self.prepare_extra = check_prepare("prepare_extra", prepare_extra)
         rules = {"window": window, "dilation": dilation, "stride": stride, "is_causal": is_causal, "edge": edge}
-        self.rules = {name: tuple(x) if checks.is_listed(x) else x for name, x in rules.items()}
+        self.rules = {name: _fixed(x) for name, x in rules.items()}
+        windows = self.rules["window"]
+        self.has_head_windows = isinstance(windows, tuple) and any(isinstance(each, tuple) for each in windows)
+        if self.has_head_windows and len(windows) != self.kv_heads:
+            raise ValueError(f"window must be one for each of the {self.kv_heads} KV heads, got {windows}")
         self.backend = backend
         checks.boolean("bias", bias)
         factory = where_made(device, dtype)
         self.in_proj = nn.Linear(self.embed_dim, sum(self.projected_sizes), bias=bias, **factory)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
+        sides = self._bias_sides() if checks.boolean("relative_bias", relative_bias) else None
+        table = nn.Parameter(torch.empty(self.num_heads, *sides, **factory)) if sides else None
+        self.register_parameter("relative_bias", table)
+        self._draw_bias()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, as after `to_empty` of a module made on the meta device."""
+        self.in_proj.reset_parameters()
+        self.out_proj.reset_parameters()
+        self._draw_bias()
+
+    def _draw_bias(self) -> None:
+        if self.relative_bias is not None:
+            nn.init.trunc_normal_(self.relative_bias, std=0.02)  # as Swin and DiNAT draw theirs
+
+    def _bias_sides(self) -> list[int]:
+        # 2 * w - 1 for each axis, of the largest window w.
+        window = self.rules["window"]
+        windows = window if self.has_head_windows else (window,)
+        others = (rule for name, rule in self.rules.items() if name != "window")
+        axes = next((len(rule) for rule in (*windows, *others) if isinstance(rule, tuple)), 0)
+        if not axes:
+            raise ValueError(f"window must have one value for each axis where relative_bias is True, got {window!r}")
+        by_head = [checks.integers("window", x if isinstance(x, tuple) else (x,) * axes, least=1) for x in windows]
+        if any(len(sizes) != axes for sizes in by_head):
+            raise ValueError(f"window must have one value for each of the {axes} axes, got {window!r}")
+        return [2 * max(sizes) - 1 for sizes in zip(*by_head, strict=True)]
+
+    def neighbourhoods(self, grid: tuple[int, ...]) -> Neighbourhood | tuple[Neighbourhood, ...]:
+        """Which cells of a grid a query sees: for all heads alike, or for each KV head."""
+        if not self.has_head_windows:
+            return Neighbourhood(grid, **self.rules)
+        return tuple(Neighbourhood(grid, **self.rules | {"window": window}) for window in self.rules["window"])
 
     def forward(
         self,
@@ -105,21 +153,30 @@ class NeighbourhoodAttention(ProjectedAttention):
                 allowed = f"(batch, *grid) = {tuple(x.shape[:-1])}"
                 raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
         q, k, v = self.project(x.flatten(1, -2))
-        options = {"backend": self.backend, "extra_padding_mask": extra_padding_mask}
+        if self.prepare is not None:
+            q, k = prepared("prepare", self.prepare, q, k, tuple(grid))
+        options = {"backend": self.backend, "extra_padding_mask": extra_padding_mask, "bias": self.relative_bias}
         if key_padding_mask is not None:
             options["key_padding_mask"] = key_padding_mask.flatten(1)
         if extra is not None:
-            extra_q, options["extra_k"], options["extra_v"] = self.project(extra)
-            options["extra_q"] = extra_q if return_extra else None
+            extra_q, extra_k, extra_v = self.project(extra)
+            if self.prepare_extra is not None:
+                extra_q, extra_k = prepared("prepare_extra", self.prepare_extra, extra_q, extra_k)
+            options |= {"extra_q": extra_q if return_extra else None, "extra_k": extra_k, "extra_v": extra_v}
         box = grid
         if part := part_of_box(query_box, tuple(grid)):
             options["query_box"] = query_box
             q = q.unflatten(1, grid)[:, *(slice(line.start, line.stop) for line in part.rows)]
             box, q = q.shape[1:-2], q.flatten(1, -3)
-        results = neighbourhood_attention(q, k, v, Neighbourhood(tuple(grid), **self.rules), **options)
+        results = neighbourhood_attention(q, k, v, self.neighbourhoods(tuple(grid)), **options)
         out, *extra_out = results if return_extra else (results,)
         out = self.out_proj(out.flatten(2)).unflatten(1, box)
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
 
     def extra_repr(self) -> str:
         return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.rules.items())])
+
+
+def _fixed(rule: object) -> object:
+    # Sequences as tuples.
+    return tuple(map(_fixed, rule)) if checks.is_listed(rule) else rule

@@ -10,6 +10,7 @@ from torch.nn.utils import skip_init
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import computed
+from hilbert_lib.attention.documents import check_documents, places_of
 from hilbert_lib.attention.torchscale import layer_of_torchscale
 from hilbert_lib.attention.transforms import Layer, refuse_tracers, refuse_vmap
 from hilbert_lib.attention.validation import (
@@ -25,6 +26,7 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 
 KvOrdering = Ordering | Callable[[int], Ordering] | None
+Prepare = Callable[..., tuple[Tensor, Tensor]] | None  # of q, k and where they lie
 
 
 class DilatedAttention(Layer):
@@ -129,7 +131,7 @@ class ProjectedAttention(Layer):
 
     in_proj: nn.Module
 
-    def __init__(self, embed_dim: int, num_heads: int, kv_heads: int | None):
+    def __init__(self, embed_dim: int, num_heads: int, kv_heads: int | None, prepare: Prepare):
         super().__init__()
         self.embed_dim = checks.integer("embed_dim", embed_dim, least=1, most=checks.LARGEST_EMBED_DIM)
         self.num_heads = checks.integer("num_heads", num_heads, least=1)
@@ -144,6 +146,7 @@ class ProjectedAttention(Layer):
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
+        self.prepare = check_prepare("prepare", prepare)
         self.register_load_state_dict_pre_hook(_rename_projections)
 
     @property
@@ -175,6 +178,28 @@ class ProjectedAttention(Layer):
             raise ValueError(f"{name} must be on the device of the parameters ({weight.device}), got {x.device}")
         if autocast_dtype(x) != autocast_dtype(weight):
             raise TypeError(f"{name} must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
+
+
+def check_prepare(name: str, prepare: object) -> Prepare:
+    """The argument, if it is None or can be called; else TypeError."""
+    if prepare is not None and not callable(prepare):
+        raise TypeError(f"{name} must be None, or a function or module that returns q and k; got {prepare!r}")
+    return prepare
+
+
+def prepared(name: str, prepare: Callable, q: Tensor, k: Tensor, *places: object) -> tuple[Tensor, Tensor]:
+    """q and k as a function of the user's makes them, in the shape and dtype that they have."""
+    results = prepare(q, k, *places)
+    if not isinstance(results, tuple | list) or len(results) != 2:
+        got = f"{len(results)} values" if isinstance(results, tuple | list) else type(results).__name__
+        raise TypeError(f"{name} must return q and k, got {got}")
+    for which, x, before in zip("qk", results, (q, k), strict=True):
+        checks.dense_tensor(f"{which} of {name}", x)
+        if x.shape != before.shape:
+            raise ValueError(f"{name} must return {which} with shape {tuple(before.shape)}, got {tuple(x.shape)}")
+        if autocast_dtype(x) != autocast_dtype(before):
+            raise TypeError(f"{name} must return {which} as {before.dtype}, got {x.dtype}")
+    return tuple(results)
 
 
 def _rename_projections(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
@@ -213,6 +238,9 @@ class MultiheadDilatedAttention(ProjectedAttention):
         batch_first: whether tokens are (batch, seq, embed_dim) rather than (seq, batch, embed_dim).
         kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
         norm_eps: eps of a LayerNorm between attention and out_proj (sub-LN), above 0; by default there is none.
+        prepare: function or module (q, k, positions) -> (q, k) between in_proj and attention, such as rotary embedding
+            or norms. q is (batch, seq, heads, head_dim), k (batch, seq, kv_heads, head_dim). positions are int64, (1,
+            seq) or (batch, seq); those of packed documents begin at 0 in each.
         device, dtype: of the parameters; dtype is one that `dilated_attention` takes.
 
     Raises:
@@ -243,10 +271,11 @@ class MultiheadDilatedAttention(ProjectedAttention):
         kv_ordering: KvOrdering = None,
         backend: str = "auto",
         norm_eps: float | None = None,
+        prepare: Prepare = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(embed_dim, num_heads, kv_heads)
+        super().__init__(embed_dim, num_heads, kv_heads, prepare)
         checks.boolean("bias", bias)
         checks.boolean("batch_first", batch_first)
         self.attention = DilatedAttention(pattern, dropout=dropout, kv_ordering=kv_ordering, backend=backend)
@@ -280,7 +309,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
         Args:
             state_dict: names and tensors of a whole model. prefix: of the layer, as in "encoder.layers.0.self_attn.".
             pattern, num_heads: of the layer. norm_eps: of its inner norm, if state_dict has one.
-            options: dropout, kv_ordering and backend, as for the class.
+            options: dropout, kv_ordering, backend and prepare, as for the class.
 
         Raises:
             TypeError, ValueError: for a name that is missing or not known, or a tensor of another shape; XPOS and
@@ -390,6 +419,9 @@ class MultiheadDilatedAttention(ProjectedAttention):
             padding = None if padding is None else padding[None]
         else:
             q, k, v = (x if self.batch_first else x.transpose(0, 1) for x in heads)
+        if self.prepare is not None:
+            check_documents(q, cu_seqlens, max_seqlen)
+            q, k = prepared("prepare", self.prepare, q, k, _positions(q, cu_seqlens))
         options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         attended = self.attention(q, k, v, padding, **options).flatten(2)
         out = self.out_proj(attended if self.inner_norm is None else self.inner_norm(attended))
@@ -415,6 +447,13 @@ class MultiheadDilatedAttention(ProjectedAttention):
         biases = (None,) * 3 if bias is None else bias.split(sizes)
         parts = zip(tokens, self.in_proj.weight.split(sizes), biases, strict=True)
         return [linear(*part).unflatten(-1, (-1, self.head_dim)) for part in parts]
+
+
+def _positions(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    # The position of each row: (1, seq) int64.
+    if cu_seqlens is None:
+        return torch.arange(q.shape[1], device=q.device)[None]
+    return places_of(cu_seqlens, q.shape[1])[0][None]
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:

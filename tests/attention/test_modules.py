@@ -13,8 +13,17 @@ import torch
 from cases import refusals
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
-from hilbert_lib import DilatedPattern, Neighbourhood, NeighbourhoodAttention, Ordering, attend, dilated_attention
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    NeighbourhoodAttention,
+    Ordering,
+    attend,
+    dilated_attention,
+    neighbourhood_attention,
+)
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.internals import WITHOUT_INTERNALS
 
@@ -333,6 +342,127 @@ def test_parameters_made_on_the_meta_device_are_drawn_as_others_are():
         assert torch.equal(ours.get_parameter(name), parameter)
 
 
+class Turning(nn.Module):
+    """Rotary embedding by position, or by row and column, with a learned factor of q."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, q, k, places):
+        if isinstance(places, tuple):  # the sides of a grid
+            rows, columns = torch.unravel_index(torch.arange(q.shape[1]), places)
+            angle = torch.stack([rows, columns], -1)[None, :, None] * 0.7
+        else:
+            angle = places[..., None, None] * torch.tensor([0.7, 0.2])
+        q, k = (torch.view_as_complex(x.double().unflatten(-1, (2, 2))) for x in (q * self.factor, k))
+        return tuple(torch.view_as_real(x * (1j * angle).exp()).flatten(-2).to(self.factor.dtype) for x in (q, k))
+
+
+def whole_ways(module, x, tmp_path, is_compiled=True, **options):
+    """What a module gives compiled (where it is), checkpointed, copied, pickled and loaded, each with its gradients."""
+    torch.save(module, tmp_path / "whole.pt")
+    loaded = copy.deepcopy(module)
+    for parameter in loaded.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    loaded.load_state_dict(module.state_dict(), strict=True)
+    copies = [module, copy.deepcopy(module), torch.load(tmp_path / "whole.pt", weights_only=False), loaded]
+    calls = [(each, partial(each, **options)) for each in copies]
+    if is_compiled:
+        calls.append((module, torch.compile(partial(module, **options), fullgraph=True, backend="aot_eager")))
+    calls.append((module, lambda x: checkpoint(partial(module, **options), x, use_reentrant=False)))
+    for each, call in calls:
+        out = call(x)
+        yield [out, *grads_of(each, out)]
+
+
+def test_q_and_k_are_prepared_by_position(tmp_path):
+    prepare = Turning().double()
+    ours = multihead(prepare=prepare, kv_heads=2, dtype=torch.float64)
+    x = tokens(2, LENGTH, dtype=torch.float64)
+    q, k, v = ours.in_proj(x).unflatten(-1, (-1, 4)).split((4, 2, 2), 2)
+    q, k = prepare(q, k, torch.arange(LENGTH)[None])
+    expected = ours.out_proj(dilated_attention(q, k, v, DILATED, is_causal=True).flatten(2))
+    exact = [expected, *grads_of(ours, expected)]
+    for found in whole_ways(FirstOf(ours), x, tmp_path, is_causal=True):
+        torch.testing.assert_close(found, exact)
+    swapped = multihead(prepare=prepare, kv_heads=2, dtype=torch.float64, batch_first=False)
+    torch.testing.assert_close(swapped(x.transpose(0, 1), is_causal=True)[0].transpose(0, 1), expected)
+    torch.testing.assert_close(ours(x[1], is_causal=True)[0], expected[1])
+    documents = (x[0, :5], x[0, :0], x[1, :9])
+    packed, cu_seqlens = torch.cat(documents)[None], torch.tensor([0, 5, 5, 14], dtype=torch.int32)
+    alone = torch.cat([ours(each)[0] for each in documents])
+    torch.testing.assert_close(ours(packed, cu_seqlens=cu_seqlens)[0][0], alone)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = copy.deepcopy(ours).float()(x.float(), is_causal=True)[0]
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.double(), expected, atol=2e-2, rtol=0)
+
+
+class FirstOf(nn.Module):
+    """The first result of a module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **options):
+        return self.module(*args, **options)[0]
+
+
+@pytest.mark.parametrize("windows", [(3, 2), ((3, 2), 4)], ids=["of all heads", "of each head"])
+def test_a_grid_module_has_a_learned_bias_windows_by_head_and_prepared_q_and_k(windows, tmp_path):
+    torch.manual_seed(0)
+    prepare, prepare_extra = Turning().double(), lambda q, k: (q.sin(), k.cos())
+    grid, dilation = (4, 6), (2, 1)
+    module = NeighbourhoodAttention(
+        EMBED, HEADS, windows, dilation=dilation, kv_heads=2, relative_bias=True, prepare=prepare,
+        edge=("shift", "clip"), dtype=torch.float64,
+    )  # fmt: skip
+    by_head = [Neighbourhood(grid, window, dilation, edge=("shift", "clip")) for window in ((3, 2), (3, 2), 4)]
+    near = tuple(by_head[1:]) if windows == ((3, 2), 4) else by_head[0]
+    assert module.relative_bias.shape == ((HEADS, 5, 3) if near is by_head[0] else (HEADS, 7, 7))
+    assert 0 < module.relative_bias.std() < 0.03
+    nn.init.normal_(module.relative_bias)
+    x, extra = tokens(2, *grid, dtype=torch.float64), tokens(2, 3, dtype=torch.float64).sin()
+    projected = (module.in_proj(rows).unflatten(-1, (-1, 4)).split((4, 2, 2), 2) for rows in (x.flatten(1, 2), extra))
+    (q, k, v), (extra_q, extra_k, extra_v) = projected
+    q, k = prepare(q, k, grid)
+    options = {"bias": module.relative_bias, "backend": "reference"}
+    out = module.out_proj(neighbourhood_attention(q, k, v, near, **options).flatten(2)).view_as(x)
+    exact = [out, *grads_of(module, out)]
+    for found in whole_ways(module, x, tmp_path, is_compiled=windows == (3, 2)):
+        torch.testing.assert_close(found, exact)
+    box = ((1, 3), (0, 5))
+    torch.testing.assert_close(module(x, query_box=box), out[:, 1:3, :5])
+    module.prepare_extra = prepare_extra
+    extra_q, extra_k = prepare_extra(extra_q, extra_k)
+    options |= {"extra_q": extra_q, "extra_k": extra_k, "extra_v": extra_v}
+    found = module(x, extra=extra, return_extra=True)
+    for one, other in zip(found, neighbourhood_attention(q, k, v, near, **options), strict=True):
+        torch.testing.assert_close(one.flatten(1, -2), module.out_proj(other.flatten(2)))
+    single = copy.deepcopy(module).float()
+    single.prepare_extra = None
+    with torch.autocast("cpu", torch.bfloat16):
+        half = single(x.float())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.double(), out, atol=5e-2, rtol=0)
+    assert single.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=r'Missing key.*"relative_bias"'):
+        module.load_state_dict(multihead(kv_heads=2).state_dict())
+
+
+def test_parameters_of_a_grid_module_are_drawn_anew():
+    module = NeighbourhoodAttention(EMBED, HEADS, (3, 2), relative_bias=True, device="meta").to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(0)
+    module.reset_parameters()
+    torch.manual_seed(0)
+    made = NeighbourhoodAttention(EMBED, HEADS, (3, 2), relative_bias=True)
+    assert all(map(torch.equal, module.parameters(), made.parameters()))
+
+
 GROUPS = DilatedPattern((4, 8), (1, 2), mixing="head_groups")
 ORDERED = partial(DilatedAttention, DILATED, kv_ordering=HILBERT)
 
@@ -345,8 +475,23 @@ def called(*tensors, **options):
     return multihead()(*(tensors or (tokens(2, 9),)), **options)
 
 
+def on_grid(window=3, **options):
+    return NeighbourhoodAttention(EMBED, HEADS, window, **options)
+
+
 WRONG = {
     TypeError: [
+        (lambda: multihead(prepare=3), "prepare must be None, or a function or module that returns q and k; got 3"),
+        (lambda: multihead(prepare=lambda q, k, at: q)(tokens(2, 9)), "prepare must return q and k, got Tensor"),
+        (lambda: multihead(prepare=lambda q, k, at: (q,))(tokens(2, 9)), "prepare must return q and k, got 1 values"),
+        (lambda: multihead(prepare=lambda q, k, at: (q, 3))(tokens(2, 9)), "k of prepare must be a tensor, got int"),
+        (
+            lambda: multihead(prepare=lambda q, k, at: (q, k.half()))(tokens(2, 9)),
+            "return k as torch.float32, got .*16",
+        ),
+        (lambda: on_grid(prepare_extra=3), "prepare_extra must be None, or a function or module .*; got 3"),
+        (lambda: on_grid(relative_bias=1), "relative_bias must be True or False, got 1"),
+        (lambda: on_grid((3.5, 3), relative_bias=True), r"window\[0\] must be an integer of at least 1, got 3.5"),
         (lambda: multihead(dropout="0.1"), "dropout must be a number, got '0.1'"),
         (lambda: multihead(kv_ordering="hilbert"), "kv_ordering must be None, an Ordering, .* got 'hilbert'"),
         (lambda: multihead(None), "pattern must be a DilatedPattern, got NoneType"),
@@ -365,6 +510,16 @@ WRONG = {
         (lambda: DilatedAttention(DILATED, kv_ordering=str)(*tokens(3, 1, 9, 2)), "kv_ordering must be an Ordering"),
     ],
     ValueError: [
+        (
+            lambda: multihead(prepare=lambda q, k, at: (q[:, 1:], k))(tokens(2, 9)),
+            r"return q with shape \(2, 9, 4, 4\)",
+        ),
+        (lambda: on_grid(relative_bias=True), "window must have one value for each axis where relative_bias .*, got 3"),
+        (
+            lambda: on_grid(((3, 3), (5,), 7, 1), relative_bias=True),
+            r"window must have one value for each of the 2 axes",
+        ),
+        (lambda: on_grid(((3, 3), 5, 7)), r"window must be one for each of the 4 KV heads, got \(\(3, 3\), 5, 7\)"),
         (lambda: multihead(dropout=1), r"dropout must be in \[0, 1\), got 1"),
         (lambda: DilatedAttention(DILATED, scale=0), "scale must be finite and above 0, got 0"),
         (lambda: multihead(backend="fast"), "backend must be one of auto, .* got 'fast'"),
