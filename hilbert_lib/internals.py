@@ -274,6 +274,20 @@ def untraced(function: Callable) -> Callable:
     return torch.compiler.disable(function)
 
 
+def _mark_rows_dynamic(x: Tensor) -> None:
+    x._dynamo_weak_dynamic_indices = {0}
+    x._has_dynamo_dim_marking = True
+
+
+@_private(lambda: _mark_rows_dynamic)
+def mark_rows_dynamic(x: Tensor) -> None:
+    """Have torch.compile take the first side of a tensor as a symbol from its first graph on.
+
+    Read in torch 2.13, whose `torch._dynamo.maybe_mark_dynamic` does so and loads the compiler. Without it: the side is
+    a symbol once torch.compile has seen two.
+    """
+
+
 def is_compiler_loaded() -> bool:
     """Whether torch's compiler, which torch.compile loads, is there, so that it may trace.
 

@@ -16,7 +16,7 @@ from hilbert_lib.attention.joint import extra_attention
 from hilbert_lib.attention.known_calls import KnownCall
 from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Tensors, without_tensors
 from hilbert_lib.attention.transforms import is_dtensor
-from hilbert_lib.attention.validation import as_cast, as_pattern, validated
+from hilbert_lib.attention.validation import as_cast, as_pattern, refuse_several_points, validated
 from hilbert_lib.checks import suggesting, unscripted
 from hilbert_lib.internals import is_watched
 from hilbert_lib.ordering import Ordering, in_sequence
@@ -439,6 +439,7 @@ def check_neighbourhood(neighbourhood: object, prefix: str = "") -> Neighbourhoo
     """
     if isinstance(neighbourhood, PointNeighbourhood):
         return neighbourhood
+    refuse_several_points("neighbourhood", neighbourhood)
     if isinstance(neighbourhood, tuple | list):
         return HeadNeighbourhoods(tuple(neighbourhood))
     if isinstance(neighbourhood, Neighbourhood | HeadNeighbourhoods):

@@ -32,6 +32,7 @@ from hilbert_lib.ordering import KINDS, CheckedPermutation, Ordering
 from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
+from hilbert_lib.patterns.packed_lists import both_ways
 from hilbert_lib.patterns.pattern import KINDS as PATTERNS
 from hilbert_lib.patterns.pattern import Pattern, from_specification
 from hilbert_lib.patterns.union import Union
@@ -228,6 +229,8 @@ def pair_count(request: Request, shapes: tuple) -> int:
             part_shapes = shapes if number == 0 else (*shapes[:3], None, None)  # extra keys are seen once
             total += pair_count(replace(request, pattern=pattern), part_shapes)
         return total
+    if request.lists:
+        return _listed_pairs(request, shapes)
     if has_starts(request):
         return _most_pairs(request, shapes)
     if isinstance(request.pattern, DilatedPattern):
@@ -242,6 +245,12 @@ def pair_count(request: Request, shapes: tuple) -> int:
     first = int(request.first_query)
     extra = shapes[3][1] if isinstance(request.pattern, AllPairs) and shapes[3] else 0
     return batch * count(range(first, first + int(queries)), int(keys) + int(extra))
+
+
+def _listed_pairs(request: Request, shapes: tuple) -> int:
+    (batch, queries, heads, _), keys, extra = shapes[0], shapes[1][1], shapes[3][1] if shapes[3] else 0
+    lists, _ = both_ways(request.lists, queries, keys)
+    return batch * heads * (lists.pairs + queries * extra)
 
 
 def _most_pairs(request: Request, shapes: tuple) -> int:

@@ -140,10 +140,15 @@ def validated(
 
 def as_pattern(pattern: object) -> Pattern:
     """The argument as a pattern: a tuple or a list of neighbourhoods is one for each KV head."""
+    refuse_several_points("pattern", pattern)
     is_by_head = isinstance(pattern, tuple | list) and any(isinstance(item, Neighbourhood) for item in pattern)
-    if isinstance(pattern, tuple | list) and any(isinstance(item, PointNeighbourhood) for item in pattern):
-        raise TypeError(f"pattern must be one PointNeighbourhood for all heads, got {pattern!r}")
     return HeadNeighbourhoods(tuple(pattern)) if is_by_head else check_pattern(pattern)
+
+
+def refuse_several_points(name: str, pattern: object) -> None:
+    """Raise TypeError for a tuple or a list of points."""
+    if isinstance(pattern, tuple | list) and any(isinstance(item, PointNeighbourhood) for item in pattern):
+        raise TypeError(f"{name} must be one PointNeighbourhood for all heads, got {pattern!r}")
 
 
 def _with_lists(pattern: Pattern, q: Tensor, k: Tensor) -> tuple[Pattern, tuple[Tensor, ...]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib import checks
+from hilbert_lib.internals import mark_rows_dynamic
 from hilbert_lib.patterns.packed_lists import PackedLists
 from hilbert_lib.patterns.pattern import Pattern, Specification
 from hilbert_lib.patterns.point_lists import FAR, in_order, packed
@@ -87,12 +88,16 @@ class PointNeighbourhood(Pattern):
             dilation=dilation,
             _copies={},
         )
-        lists, turned = _lists_of(self)
-        self._set(lists=lists, turned=turned)
+        self._set_lists(*_lists_of(self))
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _set_lists(self, lists: PackedLists, turned: PackedLists) -> None:
+        self._set(lists=lists, turned=turned)
+        for x in self.list_tensors:  # numbers of tiles may be alike by chance: torch.compile would keep them
+            mark_rows_dynamic(x)
 
     def __repr__(self) -> str:
         keys = "" if self.key_coordinates is None else f", keys={self.lists.keys}"
@@ -150,7 +155,7 @@ class PointNeighbourhood(Pattern):
         if device not in self._copies:
             copy = object.__new__(type(self))
             lists = self.lists.to(device)
-            copy._set(lists=lists, turned=lists if self.turned is self.lists else self.turned.to(device))
+            copy._set_lists(lists, lists if self.turned is self.lists else self.turned.to(device))
             copy._set(window=self.window, dilation=self.dilation, _copies={})
             for name in ("coordinates", "batch", "key_coordinates", "key_batch"):
                 value = getattr(self, name)

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from hilbert_lib.patterns.pattern import Pattern, Specification, check_pattern, from_specification
+from hilbert_lib.patterns.points import PointNeighbourhood
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Union(Pattern):
             flat += pattern.patterns if isinstance(pattern, Union) else [check_pattern(pattern)]
         if not flat:
             raise ValueError("patterns must hold at least one pattern, got none")
+        for pattern in flat:
+            if isinstance(pattern, PointNeighbourhood):
+                raise TypeError(f"patterns must hold no PointNeighbourhood, which has no union yet; got {pattern}")
         shapes = [getattr(pattern, "shape", None) for pattern in flat]
         for pattern, shape in zip(flat, shapes, strict=True):
             if shape != shapes[0]:

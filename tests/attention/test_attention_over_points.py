@@ -1,0 +1,330 @@
+"""Attention over points: every backend against the oracle, and each rule of its semantics."""
+
+from functools import partial
+
+import oracle
+import pytest
+import torch
+from cases import TOLERANCE, assert_close, determinism, differentiated, drawn, drawn_dlse
+from test_operators import check_operators
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    PointNeighbourhood,
+    Union,
+    attend,
+    dilated_attention,
+    explain_backend,
+    neighbourhood_attention,
+)
+from hilbert_lib.attention.request import Request
+from hilbert_lib.patterns.points import ListedPairs
+
+BACKENDS = ("reference", "eager")
+
+
+def cells(count: int, axes: int = 2, side: int = 12, seed: int = 0) -> torch.Tensor:
+    """Distinct cells in no order, of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.cartesian_prod(*[torch.arange(side)] * axes).view(-1, axes) - side // 3
+    return found[torch.randperm(len(found), generator=generator)[:count]]
+
+
+def points_of(kind: str) -> PointNeighbourhood:
+    """Points of a kind."""
+    if kind == "odd":
+        return PointNeighbourhood(cells(90), 5)
+    if kind == "even":
+        return PointNeighbourhood(cells(100, 3, 6), (4, 3, 2))
+    if kind == "clouds":
+        return PointNeighbourhood(cells(90), 3, torch.arange(90) % 7 * 11 - 30, dilation=(2, 1))
+    if kind == "alone":  # most queries see nobody
+        return PointNeighbourhood(cells(20) * 3, 2, keys=cells(9, seed=1))
+    fine = cells(130)
+    return PointNeighbourhood(fine // 2, (3, 4), keys=(fine // 2).unique(dim=0))  # queries coincide
+
+
+# kind, backend, dtype, heads, kv_heads, head_dim, extra keys, masks
+CASES = [
+    ("odd", torch.float64, 2, 2, 8, 0, False),
+    ("even", torch.float64, 4, 2, 5, 0, False),
+    ("even", torch.float64, 3, 1, 18, 4, True),
+    ("clouds", torch.float64, 4, 2, 16, 3, True),
+    ("keys", torch.float64, 2, 1, 16, 0, True),
+    ("keys", torch.float64, 2, 2, 1, 2, False),
+    ("alone", torch.float64, 2, 1, 4, 0, False),
+    ("alone", torch.float64, 2, 2, 4, 2, True),
+    ("even", torch.float32, 2, 1, 48, 1, False),
+    ("odd", torch.bfloat16, 4, 2, 64, 2, True),
+    ("keys", torch.float16, 2, 1, 128, 0, False),
+]
+
+
+def extra_of(count: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Extra keys and values."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (2, count, kv_heads, head_dim)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in "kv"] if count else []
+
+
+def masks_of(points: PointNeighbourhood, extra: int) -> dict[str, torch.Tensor]:
+    """Masks that hide a third of the keys, and one of the extra keys."""
+    masks = {"key_padding_mask": torch.rand(2, points.lists.keys, generator=torch.Generator().manual_seed(3)) < 0.3}
+    if extra:
+        masks["extra_padding_mask"] = torch.arange(extra) == torch.tensor([[0], [extra - 1]])
+    return masks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("kind", "dtype", "heads", "kv_heads", "head_dim", "extra", "has_masks"), CASES)
+def test_points_equal_the_oracle(backend, kind, dtype, heads, kv_heads, head_dim, extra, has_masks):
+    points = points_of(kind)
+    sizes = {"batch": 2, "keys": points.lists.keys, "dtype": dtype}
+    *qkv, dout = drawn(points.lists.queries, heads, kv_heads, head_dim, **sizes)
+    tensors = [*qkv, *extra_of(extra, kv_heads, head_dim, dtype), dout]
+    masks = masks_of(points, extra) if has_masks else {}
+
+    def call(run, *leaves, **options):
+        return run(*leaves[:3], points, scale=0.4, **oracle.named(leaves[3:]), **masks, **options)
+
+    exact = partial(call, oracle.attention)
+    dlse = drawn_dlse(exact(*(x.double() for x in tensors[:-1]))[1])
+    right = differentiated(exact, [x.double() for x in tensors], dlse)
+    found = differentiated(partial(call, attend, backend=backend, return_lse=True), tensors, dlse)
+    assert found[0].dtype == dtype
+    close, close_lse, close_grad = TOLERANCE[dtype]
+    assert_close(found[:2], right[:2], (close, close_lse))
+    assert_close(found[2:], right[2:], close_grad, rtol=1e-2 if dtype.itemsize == 2 else 0.0)
+
+
+def test_one_gradient_alone_is_that_of_both():
+    points = points_of("even")
+    *qkv, dout = drawn(100, 2, 2, 4, dtype=torch.float64)
+    grads = differentiated(partial(attend, pattern=points, return_lse=True), [*qkv, dout])[2:]
+    right = differentiated(partial(oracle.attention, pattern=points), [*qkv, dout])[2:]
+    assert_close(grads, right, 1e-11)
+
+
+def test_a_full_grid_of_points_is_the_grid():
+    shape = (5, 6, 4)
+    *qkv, dout = drawn(120, 4, 2, 8, batch=2, dtype=torch.float64)
+    grid = torch.stack(torch.unravel_index(torch.arange(120), shape), 1) - 7
+    for window, dilation in (((3, 5, 2), 1), ((2, 3, 3), (1, 2, 1))):
+        near = Neighbourhood(shape, window, dilation=dilation, edge="clip")
+        points = PointNeighbourhood(grid, window, dilation=dilation)
+        assert points.pairs == near.pairs
+        found, right = (
+            differentiated(partial(neighbourhood_attention, neighbourhood=x, return_lse=True), [*qkv, dout])
+            for x in (points, near)
+        )
+        assert_close(found, right, 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_order_of_tokens_changes_nothing(backend):
+    coordinates, batch = cells(140), torch.arange(140) % 2
+    tensors = drawn(140, 2, 1, 4, dtype=torch.float64)
+    order = torch.randperm(140, generator=torch.Generator().manual_seed(4))
+
+    def results(order: torch.Tensor) -> list[torch.Tensor]:
+        points = PointNeighbourhood(coordinates[order], 4, batch[order])
+        run = partial(attend, pattern=points, backend=backend, return_lse=True)
+        out, lse, *grads = differentiated(run, [x[:, order] for x in tensors])
+        return [out, lse.transpose(1, 2), *grads]
+
+    assert_close(results(order), [x[:, order] for x in results(torch.arange(140))], 1e-13)
+
+
+def test_clouds_are_attended_to_one_by_one():
+    coordinates, batch = cells(140), torch.randint(-2, 2, (140,), generator=torch.Generator().manual_seed(0))
+    q, k, v, _ = drawn(140, 2, 1, 4, batch=2, dtype=torch.float64)
+    together = attend(q, k, v, PointNeighbourhood(coordinates, 6, batch))
+    for cloud in batch.unique():
+        own = batch == cloud
+        alone = attend(*(x[:, own] for x in (q, k, v)), PointNeighbourhood(coordinates[own], 6))
+        assert_close([together[:, own]], [alone], 1e-14)
+
+
+def test_the_bits_are_the_same_every_time():
+    points = points_of("keys")
+    tensors = drawn(130, 4, 2, 8, batch=2, keys=points.lists.keys)
+    with determinism():
+        first, again = (differentiated(partial(attend, pattern=points, return_lse=True), tensors) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_reaches_who_sees_it(backend, value):
+    points = points_of("even")
+    q, k, v, _ = drawn(100, 2, 1, 4, batch=2, dtype=torch.float64)
+    right = attend(q, k, v, points, backend=backend)
+    v[1, 7, 0, 2] = value
+    out = attend(q, k, v, points, backend=backend)
+    sees = points.queries(7)
+    hit = torch.zeros(out.shape, dtype=torch.bool)
+    hit[1, sees, :, 2] = True
+    assert not out[hit].isfinite().any()
+    assert_close([out[~hit]], [right[~hit]], 1e-14)
+
+
+def test_a_key_that_no_query_sees_may_hold_anything():
+    points = points_of("alone")
+    *qkv, dout = drawn(20, 2, 1, 4, keys=9, dtype=torch.float64)
+    unseen = ~oracle.points_seen(points).any(0)
+    assert unseen.any()
+    run = partial(attend, pattern=points, return_lse=True)
+    right = differentiated(run, [*qkv, dout])
+    qkv[1][:, unseen] = torch.nan
+    qkv[2][:, unseen] = torch.inf
+    assert_close(differentiated(run, [*qkv, dout]), right, 1e-14)
+
+
+def test_keys_may_be_none_and_points_too():
+    points = PointNeighbourhood(cells(5), 3, keys=cells(0))
+    q, k, v, _ = drawn(5, 2, 1, 4, keys=0)
+    out, lse = attend(q, k, v, points, return_lse=True)
+    assert not out.any()
+    assert lse.eq(-torch.inf).all()
+    extra = drawn(1, 2, 1, 4)[1:3]
+    for backend in BACKENDS:
+        out = attend(q, k, v, points, extra_k=extra[0], extra_v=extra[1], backend=backend)
+        assert_close([out], [extra[1].expand(-1, 5, 2, -1)], 1e-6)
+    assert attend(q[:, :0], k, v, PointNeighbourhood(cells(0), 3)).shape == (1, 0, 2, 4)
+
+
+def test_autocast_casts_as_it_does_elsewhere():
+    points, (q, k, v, _) = points_of("odd"), drawn(90, 2, 1, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(q, k, v, points)
+    assert out.equal(attend(*(x.bfloat16() for x in (q, k, v)), points))
+
+
+def test_auto_takes_what_reads_lists_and_says_why_not_the_others():
+    points, (q, k, v, _) = points_of("odd"), drawn(90, 2, 1, 8)
+    explained = explain_backend(q, k, v, points)
+    assert explained.chosen == "eager"
+    assert explained.reasons["flex"] == "cannot serve: reads no lists of points"
+    assert set(explained.reasons) >= {"eager", "reference", "flex"}
+    assert "sdpa" not in explained.reasons
+    with pytest.raises(ValueError, match="backend='flex' cannot serve: reads no lists of points"):
+        attend(q, k, v, points, backend="flex")
+
+
+POINTS, (Q, K, V, _) = points_of("odd"), drawn(90, 2, 1, 4)
+WRONG = [
+    (ValueError, "ordering must be left out.*tokens lie as the coordinates do", {"ordering": 1}),
+    (ValueError, "kv_ordering must be left out.*tokens lie as the coordinates do", {"kv_ordering": 1}),
+    (ValueError, "cu_seqlens must be left out.*give batch= to the points", {"cu_seqlens": torch.tensor([0, 90])}),
+    (ValueError, "query_box must be left out.*give keys= to the points", {"query_box": ((0, 1), (0, 1))}),
+    (ValueError, "bias must be left out for a PointNeighbourhood", {"bias": torch.zeros(2, 9, 9)}),
+    (ValueError, "dropout_p must be left out for a PointNeighbourhood", {"dropout_p": 0.5}),
+    (ValueError, "is_causal must be left out for a PointNeighbourhood", {"is_causal": True}),
+    (ValueError, "query_start must be left out for a PointNeighbourhood", {"query_start": 3}),
+    (ValueError, "extra_q must be left out for a PointNeighbourhood", {"extra_q": Q}),
+    (TypeError, "pattern must be one PointNeighbourhood for all heads", {"pattern": (POINTS, POINTS)}),
+    (ValueError, "q must have the 90 cells of its points", {"q": Q[:, 1:]}),
+    (ValueError, "k must have the 90 cells of its points", {"k": K[:, 1:], "v": V[:, 1:]}),
+    (
+        ValueError,
+        "heads come first",
+        {"q": Q.transpose(1, 2), "k": K.expand(1, 90, 90, 4), "v": K.expand(1, 90, 90, 4)},
+    ),
+    (ValueError, "backend must be one of auto, .*eager", {"backend": "sdpa"}),
+]
+
+
+@pytest.mark.parametrize(("error", "words", "given"), WRONG)
+def test_what_points_do_not_take_is_refused_by_its_name(error, words, given):
+    with pytest.raises(error, match=words):
+        attend(**{"q": Q, "k": K, "v": V, "pattern": POINTS} | given)
+
+
+def test_other_doors_refuse_points_by_name():
+    with pytest.raises(TypeError, match="must be one PointNeighbourhood for all heads"):
+        neighbourhood_attention(Q, K, V, (POINTS, POINTS))
+    with pytest.raises(TypeError, match="attend"):
+        dilated_attention(Q, K, V, POINTS)
+    with pytest.raises(TypeError, match="patterns must hold no PointNeighbourhood"):
+        Union((POINTS, DilatedPattern((4,), (1,))))
+
+
+def test_a_second_derivative_is_refused_by_name():
+    q = Q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(attend(q, K, V, POINTS).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attend with a PointNeighbourhood can be differentiated once"):
+        grad.sum().backward()
+
+
+def request_of(points: PointNeighbourhood, **options) -> Request:
+    return Request(ListedPairs(), scale=0.5, lists=points.list_tensors, **options)
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("eager", "keys"), ("reference", "odd")])
+def test_the_operators_pass_opcheck_over_points(backend, kind):
+    points = points_of(kind)
+    tensors = drawn(points.lists.queries, 2, 1, 4, batch=2, keys=points.lists.keys)[:3] + extra_of(
+        2, 1, 4, torch.float32
+    )
+    masks = masks_of(points, 2)
+    check_operators([x.requires_grad_() for x in tensors], request_of(points, **masks), backend)
+
+
+@pytest.mark.parametrize("window", [3, 2])
+def test_clouds_of_all_sizes_make_two_graphs(window):
+    frames = []
+
+    def counted(graph, inputs):
+        frames.append(graph)
+        return graph
+
+    @partial(torch.compile, fullgraph=True, backend=counted)
+    def run(q, k, v, points):
+        return attend(q, k, v, points, return_lse=True)
+
+    for count in range(70, 190, 10):
+        points, tensors = PointNeighbourhood(cells(count, 3, 9), window), drawn(count, 2, 1, 4)
+        found, right = (differentiated(partial(each, points=points), tensors) for each in (run, _attend_points))
+        assert all(map(torch.equal, found, right))
+    assert len(frames) <= 2
+
+
+def _attend_points(q, k, v, points):
+    return attend(q, k, v, points, return_lse=True)
+
+
+def test_a_compiled_backward_equals_an_eager_one():
+    points, tensors = points_of("even"), drawn(100, 2, 1, 4)
+    run = torch.compile(partial(_attend_points, points=points), fullgraph=True, backend="aot_eager")
+    found, right = (differentiated(each, tensors) for each in (run, partial(_attend_points, points=points)))
+    assert all(map(torch.equal, found, right))
+
+
+def test_checkpointing_recomputes_the_same_bits():
+    points, tensors = points_of("even"), drawn(100, 2, 1, 4)
+    run = partial(_attend_points, points=points)
+    kept = partial(checkpoint, run, use_reentrant=False)
+    assert all(map(torch.equal, differentiated(run, tensors), differentiated(kept, tensors)))
+
+
+def test_flop_are_those_of_the_pairs():
+    points, (q, k, v, _) = points_of("even"), drawn(100, 4, 2, 8, batch=2)
+    extra = extra_of(3, 2, 8, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, v, points, **oracle.named(extra))
+    assert counter.get_total_flops() == 4 * 8 * 2 * 4 * (points.pairs + 3 * 100)
+
+
+def test_a_call_keeps_no_points_alive():
+    import gc
+    import weakref
+
+    points = points_of("odd")
+    gone = weakref.ref(points)
+    attend(Q, K, V, points)
+    del points
+    gc.collect()
+    assert gone() is None
