@@ -64,13 +64,14 @@ def attend(
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64.
         k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q.
         pattern: a `DilatedPattern` for sequences; a `Neighbourhood` for grids, or a tuple of one for each KV head; a
-            `Union` of several; or a pattern of your own.
+            `Union` of several; a `PointNeighbourhood` for occupied cells; or a pattern of your own.
         scale: factor of the scores, above 0; by default head_dim ** -0.5.
         key_padding_mask: (batch, keys) bool, True = no weight.
         is_causal, dropout_p, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in `dilated_attention`.
         query_start, key_start: for sequences and grids of one axis, as in `dilated_attention`.
         ordering, query_box, extra_q, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
-            `neighbourhood_attention`. A `Union` takes no bias.
+            `neighbourhood_attention`. A `Union` takes no bias. Points take extra_k, extra_v and extra_padding_mask of
+            these: tokens lie as their coordinates do.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 
@@ -252,7 +253,8 @@ def neighbourhood_attention(
         q: (batch, queries, heads, head_dim), head_dim 1 to 256: one row for each cell of the grid, or of those
             that query_box or query_start names.
         k, v: (batch, seq, kv_heads, head_dim); kv_heads divides heads.
-        neighbourhood: which cells a query sees; or a tuple of one for each KV head, which differ in window alone.
+        neighbourhood: which cells a query sees; or a tuple of one for each KV head, which differ in window alone. A
+            `PointNeighbourhood` stands for occupied cells alone, and takes the options that `attend` names for it.
         ordering: the order in which q, k, v, the masks, out and lse are stored; None, the default, is row by row. Not
             with query_box, query_start or key_start.
         query_box: (start, stop) for each axis: q, out and lse hold the cells of this box alone, row by row; k and v
@@ -438,7 +440,9 @@ def check_neighbourhood(neighbourhood: object, prefix: str = "") -> Neighbourhoo
     prefix: of the names of other functions, as "ring_".
     """
     if isinstance(neighbourhood, PointNeighbourhood):
-        return neighbourhood
+        if not prefix:
+            return neighbourhood
+        raise TypeError(f"neighbourhood must be a Neighbourhood where ranks share it, got {neighbourhood!r}")
     refuse_several_points("neighbourhood", neighbourhood)
     if isinstance(neighbourhood, tuple | list):
         return HeadNeighbourhoods(tuple(neighbourhood))

@@ -22,6 +22,7 @@ from hilbert_lib.internals import untraced
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.points import with_lists
 
 KEYS_AT_ONCE = 2**20  # rows of k that are gathered, of all batches; of one query there may be more
 NO_KEY = -1
@@ -219,7 +220,8 @@ def _cells_of_box(row: Tensor, box: tuple[range, ...], shape: tuple[int, ...]) -
 
 def _keys_seen(places: list[list[_Place]], inputs: Tensors, request: Request, stored: Ordering | None) -> _Keys:
     # stored: the ordering of k. Tables are made on the CPU, where patterns know their keys.
-    pattern, cells, kv_heads = request.pattern, *inputs.k.shape[1:3]
+    cells, kv_heads = inputs.k.shape[1:3]
+    pattern = with_lists(request.pattern, request.lists, inputs.q.shape[1], cells)
     slots = None if stored is None else stored.to("cpu").inverse
     extra_keys = torch.arange(cells, cells + _extra(inputs), device="cpu")
     keys_by_row, times_by_row = [], []

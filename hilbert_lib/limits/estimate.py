@@ -32,6 +32,7 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.points import PointNeighbourhood
 
 _aten = torch.ops.aten
 
@@ -133,6 +134,8 @@ def estimate_memory(
     extra = checks.integer("extra", extra, least=0)
     extra_queries = checks.integer("extra_queries", extra_queries, least=0)
     pattern, part = as_pattern(pattern), None
+    if isinstance(pattern, PointNeighbourhood):
+        raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood: points are not covered; got {pattern!r}")
     if on_grid := pattern.length is not None:
         near = pattern.of_heads(kv_heads)
         left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p}

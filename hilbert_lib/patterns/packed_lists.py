@@ -64,6 +64,13 @@ class PackedLists:
         """Whether each query of a tile's block sees each key of some tiles: (tiles, 64, 64) bool."""
         return _bits(self.words[tiles])
 
+    def keys_of(self, query: int) -> Tensor:
+        """The rows of k that a query sees: (n,) int64, ascending."""
+        block, number = divmod(int((self.query_rows == query).nonzero()[0]), BLOCK)
+        first, last = self.starts[block : block + 2].tolist()
+        seen = _bits(self.words[first:last, number])
+        return self.key_rows[first:last][seen].long().sort().values
+
     @cached_property
     def mask(self) -> Tensor:
         """Whether each row of q sees each row of k: (queries, keys) bool, memory of queries * keys."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_lib import checks
 from hilbert_lib.internals import mark_rows_dynamic
-from hilbert_lib.patterns.packed_lists import PackedLists
+from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
 from hilbert_lib.patterns.pattern import Pattern, Specification
 from hilbert_lib.patterns.point_lists import FAR, in_order, packed
 
@@ -24,11 +24,14 @@ class PointNeighbourhood(Pattern):
     Tokens are voxels, pixels of a mask or tiles of a slide, stored as `coordinates` are, in any order, without padding.
     Query x sees the keys y with x - w // 2 <= y <= x - w // 2 + w - 1 along each axis, in its own cloud. It is what
     "clip" is on a grid. Lists of the pairs are made once, here: make one of these for each cloud, and give it to every
-    layer. It is compared and hashed by identity.
+    layer. Make it outside of torch.compile and of CUDA graphs. It is compared and hashed by identity.
+
+    q, k, v, masks and the output are stored as coordinates are. Not served: dropout, a bias by offset, extra queries,
+    several windows in a call, more than one rank. Positions in q and k, as by RoPE on coordinates, are the caller's.
 
     Args:
-        coordinates: (n, axes) int32 or int64, of any sign: the cell of each query, and of each key unless `keys` is
-            given. No cell occurs twice in a cloud.
+        coordinates: (n, axes) int32 or int64 [cells], of any sign: the cell of each query, and of each key unless
+            `keys` is given. No cell occurs twice in a cloud. Values must not change later.
         window: cells that a query sees along each axis, odd or even. One value, or one for each axis, as dilation.
         batch: (n,) int32 or int64, the cloud of each cell: clouds do not see each other. Any values in any order.
         keys: (m, axes) cells of keys, if k and v live on other cells than q, such as coarser ones.
@@ -40,9 +43,13 @@ class PointNeighbourhood(Pattern):
         TypeError: if coordinates are no integers: floor them by the size of a cell first.
         ValueError: naming the argument, its value and what is allowed; if a cell occurs twice in a cloud.
 
+    >>> from hilbert_lib import attend
     >>> points = PointNeighbourhood(torch.tensor([[0, 0], [5, 7], [1, 1]]), 3)
     >>> points.keys(0).tolist(), points.pairs
     ([0, 2], 5)
+    >>> x = torch.ones(1, 3, 2, 4)
+    >>> attend(x, x, x, points).shape
+    torch.Size([1, 3, 2, 4])
     """
 
     kind: ClassVar[str] = "points"
@@ -176,7 +183,7 @@ class PointNeighbourhood(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class ListedPairs(Pattern):
-    """The pairs of packed lists, which a request holds as tensors."""
+    """The pairs of packed lists, which a request holds as tensors: `with_lists` puts them together."""
 
     kind: ClassVar[str] = "listed"
     noun: ClassVar[str] = "PointNeighbourhood"
@@ -189,10 +196,19 @@ class ListedPairs(Pattern):
         """Whether each query attends to each key: bool, of rows (...) int64 that broadcast."""
         return self.lists.mask[query, key]
 
+    def part_keys(self, part: int, query: int, length: int, **options) -> Tensor:
+        """The rows of k that a query sees: (n,) int64 on the CPU, ascending."""
+        return self.lists.keys_of(query).cpu()
+
     @property
     def specification(self) -> Specification:
         """The pattern as words alone."""
         return self.kind, ()
+
+
+def with_lists(pattern: Pattern, tensors: tuple[Tensor, ...], queries: int, keys: int) -> Pattern:
+    """A request's pattern; of points one that holds the lists. tensors, queries, keys: as in `both_ways`."""
+    return ListedPairs(both_ways(tensors, queries, keys)[0]) if tensors else pattern
 
 
 def _check_cells(name: str, cells: object, queries: Tensor | None) -> int:

@@ -138,7 +138,7 @@ class RingNeighbourhoodAttention(_RingAttention):
         super().__init__(group, scale, backend, HeadNeighbourhoods, validate)
         self.neighbourhood, self.shards, self.ordering = neighbourhood, shards, ordering
         spreading = DEFAULTS | {"shards": shards, "ordering": ordering}
-        GridSpread.checked(check_neighbourhood(neighbourhood), spreading, 1 if shards is None else None)
+        GridSpread.checked(check_neighbourhood(neighbourhood, "ring_"), spreading, 1 if shards is None else None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The output (batch, rows, heads, head_dim) of `ring_neighbourhood_attention`, which raises what is refused.

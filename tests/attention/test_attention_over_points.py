@@ -14,14 +14,19 @@ from hilbert_lib import (
     DilatedPattern,
     Neighbourhood,
     PointNeighbourhood,
+    RingNeighbourhoodAttention,
     Union,
     attend,
+    attention_weights,
     dilated_attention,
+    estimate_memory,
     explain_backend,
     neighbourhood_attention,
+    select_attention_backend,
 )
 from hilbert_lib.attention.request import Request
 from hilbert_lib.patterns.points import ListedPairs
+from hilbert_lib.ring.spread import check_served
 
 BACKENDS = ("reference", "eager")
 
@@ -250,6 +255,30 @@ def test_other_doors_refuse_points_by_name():
         dilated_attention(Q, K, V, POINTS)
     with pytest.raises(TypeError, match="patterns must hold no PointNeighbourhood"):
         Union((POINTS, DilatedPattern((4,), (1,))))
+
+
+@pytest.mark.parametrize("kind", ["keys", "clouds"])
+def test_weights_are_those_of_the_keys_that_a_query_sees(kind):
+    points = points_of(kind)
+    q, k, _, _ = drawn(points.lists.queries, 2, 1, 4, batch=2, keys=points.lists.keys, dtype=torch.float64)
+    keys, weights = attention_weights(q, k, points, [3, 65])
+    right = oracle.weights(q, k, points)[:, :, [3, 65]]
+    found = torch.zeros_like(right).scatter_add(3, keys.clamp(min=0), weights)
+    assert_close([found], [right], 1e-14)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: estimate_memory(POINTS, heads=2, head_dim=4, device="cpu"),
+        lambda: RingNeighbourhoodAttention(POINTS),
+        lambda: check_served(POINTS),
+        lambda: select_attention_backend(Q, K, V, POINTS, benchmark_backends=True),
+    ],
+)
+def test_what_serves_no_points_says_so(call):
+    with pytest.raises((TypeError, ValueError), match="Neighbourhood"):
+        call()
 
 
 def test_a_second_derivative_is_refused_by_name():

@@ -1,7 +1,6 @@
 """The oracle: dense masks, one softmax over the multiset of keys, for every pattern. Slow, obvious, any dtype."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,8 @@ from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.grid_parts import as_returned, cells_of, padding_of
 from hilbert_lib.attention.request import BIAS, WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts, lengths_of, positions_of
-from hilbert_lib.patterns.packed_lists import both_ways
 from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.points import with_lists
 
 SCORES_AT_ONCE = 2**22  # of "eager", which takes some rows of q at a time; of all query heads of a KV head
 
@@ -123,9 +122,8 @@ def _backward(
 
 def _heads(inputs: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
     # Every KV head, with some rows of q.
-    pattern, dtype = request.pattern, WORKING_DTYPE[inputs.q.dtype]
-    if request.lists:
-        pattern = replace(pattern, lists=both_ways(request.lists, inputs.q.shape[1], inputs.k.shape[1])[0])
+    dtype = WORKING_DTYPE[inputs.q.dtype]
+    pattern = with_lists(request.pattern, request.lists, inputs.q.shape[1], inputs.k.shape[1])
     batch, _, heads, _ = inputs.q.shape
     kv_heads = inputs.k.shape[2]
     group = heads // kv_heads
