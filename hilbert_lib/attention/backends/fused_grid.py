@@ -1,5 +1,7 @@
 """The fused kernels for grids as backends; triton is imported when one runs."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PROGRAMS = 65535
+ENTRIES = 2**31 - 1  # of a table of bias that one head has: kernels number them in int32
 
 
 def _plain_functions(device: torch.device) -> tuple[Forward, Backward]:
@@ -39,6 +42,8 @@ def _limits(q: Tensor, request: Request) -> str:
     for name, count in (("heads", q.shape[2]), ("sequences", q.shape[0])):
         if count > PROGRAMS:
             return f"serves up to {PROGRAMS:,} {name}, got {count:,}"
+    if request.has_bias and (entries := prod(request.pattern.bias_sides)) > ENTRIES:
+        return f"serves a bias of up to {ENTRIES:,} entries a head, got {entries:,}"
     return kernel_limits(q, q.shape[1], request.scale)
 
 
@@ -77,6 +82,6 @@ BACKENDS = (
         here=lambda q, request: absence(q.device),
         reads_orderings=True,
         workspace=_workspace,
-        options=("part",),
+        options=("part", "has_bias"),
     ),
 )

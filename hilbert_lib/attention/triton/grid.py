@@ -22,6 +22,7 @@ from hilbert_lib.attention.triton.geometry import LOG2_E
 SHIFT, CLIP, WRAP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # indices in patterns.neighbourhood.EDGES
 NOT_SPECIALIZED = [
     "heads", "group", "extra", "q_rows", "k_rows", "n0", "n1", "n2", "d0", "d1", "d2", "s0", "s1", "s2",
+    "entries0", "entries1", "entries2",
 ]  # fmt: skip
 
 
@@ -141,9 +142,36 @@ def _rows(c0, c1, c2, n1, n2, inverse, exists, GATHER: tl.constexpr):
 
 
 @triton.jit
-def _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION: tl.constexpr):
+def place(r0, r1, r2, entries1, entries2):
+    """Places of keys in a table of bias. The entry of a pair is the place of its key less that of its query."""
+    return (r0 * entries1 + r1) * entries2 + r2  # [rows]
+
+
+@triton.jit
+def query_place(r0, r1, r2, entries0, entries1, entries2):
+    """Places of queries: a key with the same ranks has the entry in the middle of the table."""
+    return place(r0 - entries0 // 2, r1 - entries1 // 2, r2 - entries2 // 2, entries1, entries2)  # [rows]
+
+
+@triton.jit
+def bias_of(head_bias, q_place, k_place, allowed):
+    """Bias of the pairs that attend, and 0 for the others; places broadcast to `allowed`."""
+    return tl.load(head_bias + (k_place - q_place), mask=allowed, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def counted_on(start, key, m, EDGE: tl.constexpr):
+    """Ranks of keys, counted on from the start of a window where the axis wraps; ranks broadcast."""
+    return start + _around(key - start, m, EDGE) if EDGE == WRAP else key
+
+
+@triton.jit
+def _joined(acc, total, m, q_tile, k_tile, v_tile, bias_tile, allowed, scale, PRECISION: tl.constexpr):
     """Output, sum of weights and maximum after one more tile of keys."""
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if bias_tile is not None:
+        scores = scores * scale + bias_tile  # [BLOCK_M, BLOCK_N]
+        scale = 1.0
     scores = tl.where(allowed, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
     largest = tl.maximum(m, tl.max(scores, 1))  # [BLOCK_M]
     finite = tl.where(largest == float("-inf"), 0.0, largest)  # [BLOCK_M]
@@ -164,10 +192,13 @@ def _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION: tl
 
 @triton.jit
 def _gradients(
-    acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION: tl.constexpr
+    acc, q_tile, k_tile, v_tile, bias_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION: tl.constexpr
 ):  # fmt: skip
     """dq of a tile of queries after one more tile of keys, without the scale."""
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if bias_tile is not None:
+        scores = scores * scale + bias_tile  # [BLOCK_M, BLOCK_N]
+        scale = 1.0
     weights = tl.where(
         allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[:, None]), 0.0
     )  # [BLOCK_M, BLOCK_N]
@@ -178,10 +209,11 @@ def _gradients(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def query_kernel(
-    q, k, v, extra_k, extra_v, out, lse, dout, delta, dq, windows, boxes, inverse, padding, extra_padding, flag, scale,
+    q, k, v, extra_k, extra_v, bias, out, lse, dout, delta, dq, windows, boxes, inverse, padding, extra_padding, flag,
+    scale,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_eb, stride_en, stride_eh, stride_fb, stride_fn, stride_fh, stride_db, stride_dn, stride_dh,
-    heads, group, extra, q_rows, k_rows, n0, n1, n2, d0, d1, d2, s0, s1, s2,
+    heads, group, extra, q_rows, k_rows, n0, n1, n2, d0, d1, d2, s0, s1, s2, entries0, entries1, entries2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     BLOCK_N: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, EXTRA_PADDING: tl.constexpr,
@@ -248,6 +280,9 @@ def query_kernel(
     begin2, span2 = _keys_of(first2, last2, m2, w2, s2, T2, C2, E2)
     if PART:  # a tile may hold no query
         span0 = tl.where(tl.max(exists.to(tl.int32), 0) > 0, span0, 0)
+    if bias is not None:
+        head_bias = bias + h * (entries0 * entries1 * entries2)
+        q_place = query_place(r0, r1, r2, entries0, entries1, entries2)  # [BLOCK_M]
     k_head, v_head = k + b * stride_kb + g * stride_kh, v + b * stride_vb + g * stride_vh
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     for j in range(0, span0 * span1 * span2, BLOCK_N):
@@ -275,13 +310,23 @@ def query_kernel(
         v_tile = tl.load(
             v_head + slot[:, None] * stride_vn + dims[None, :], mask=key_mask, other=0.0
         )  # [BLOCK_N, BLOCK_D]
+        bias_tile = None
+        if bias is not None:
+            k_place = place(
+                counted_on(start0[:, None], k0[None, :], m0, E0),
+                counted_on(start1[:, None], k1[None, :], m1, E1),
+                counted_on(start2[:, None], k2[None, :], m2, E2),
+                entries1,
+                entries2,
+            )  # [BLOCK_M or 1, BLOCK_N]
+            bias_tile = bias_of(head_bias, q_place[:, None], k_place, allowed)  # [BLOCK_M, BLOCK_N]
         if BACKWARD:
             acc = _gradients(
-                acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
+                acc, q_tile, k_tile, v_tile, bias_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
             )  # [BLOCK_M, BLOCK_D]
         else:
             acc, total, m = _joined(
-                acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION
+                acc, total, m, q_tile, k_tile, v_tile, bias_tile, allowed, scale, PRECISION
             )  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
     if EXTRA:
         k_head, v_head = extra_k + b * stride_eb + g * stride_eh, extra_v + b * stride_fb + g * stride_fh
@@ -297,13 +342,14 @@ def query_kernel(
             v_tile = tl.load(
                 v_head + (j + cols)[:, None] * stride_fn + dims[None, :], mask=key_mask, other=0.0
             )  # [BLOCK_N, BLOCK_D]
+            bias_tile = None if bias is None else 0.0
             if BACKWARD:
                 acc = _gradients(
-                    acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
+                    acc, q_tile, k_tile, v_tile, bias_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
                 )  # [BLOCK_M, BLOCK_D]
             else:
                 acc, total, m = _joined(
-                    acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION
+                    acc, total, m, q_tile, k_tile, v_tile, bias_tile, allowed, scale, PRECISION
                 )  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
 
     out_rows = ((b * q_rows + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
@@ -313,16 +359,17 @@ def query_kernel(
         denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
         result = acc / denominator[:, None]  # [BLOCK_M, BLOCK_D]
         tl.store(out + out_rows[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=row_mask)
-        result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))  # [BLOCK_M]
+        largest = m * scale if bias is None else m  # [BLOCK_M]
+        result_lse = tl.where(total == 0.0, float("-inf"), largest + tl.log(denominator))  # [BLOCK_M]
         tl.store(lse + scalars, result_lse, mask=exists)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def key_kernel(
-    q, k, v, dout, lse, delta, dk, dv, windows, boxes, inverse, padding, scale,
+    q, k, v, bias, dout, lse, delta, dk, dv, windows, boxes, inverse, padding, scale,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
-    heads, group, extra, q_rows, k_rows, n0, n1, n2, d0, d1, d2, s0, s1, s2,
+    heads, group, extra, q_rows, k_rows, n0, n1, n2, d0, d1, d2, s0, s1, s2, entries0, entries1, entries2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     BLOCK_M: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, PART: tl.constexpr,
@@ -438,8 +485,22 @@ def key_kernel(
             # Keys are the rows: with 64 rows all four products are asynchronous on Hopper. Beside a product of 32 rows,
             # which is not, Triton 3.7 copies the next queries over those that the product for dk still reads.
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+            factor = scale
+            if bias is not None:
+                q_place = query_place(r0, r1, r2, entries0, entries1, entries2)  # [BLOCK_M]
+                k_place = place(
+                    counted_on(start0[None, :], k0[:, None], m0, E0),
+                    counted_on(start1[None, :], k1[:, None], m1, E1),
+                    counted_on(start2[None, :], k2[:, None], m2, E2),
+                    entries1,
+                    entries2,
+                )  # [BLOCK_N, BLOCK_M or 1]
+                head_bias = bias + h * (entries0 * entries1 * entries2)
+                bias_tile = bias_of(head_bias, q_place[None, :], k_place, allowed)  # [BLOCK_N, BLOCK_M]
+                scores = scores * scale + bias_tile  # [BLOCK_N, BLOCK_M]
+                factor = 1.0
             weights = tl.where(
-                allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[None, :]), 0.0
+                allowed, tl.exp2(scores * (factor * LOG2_E) - (lse_row * LOG2_E)[None, :]), 0.0
             )  # [BLOCK_N, BLOCK_M]
             dv_acc = tl.dot(weights.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
             slopes = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]

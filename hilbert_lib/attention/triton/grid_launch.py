@@ -24,7 +24,7 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     out = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
     lse = torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=inputs.q.device)
-    inputs = Tensors(*as_computed(*inputs.with_rows))
+    inputs = _computed(inputs)
 
     def starts() -> list[Start]:
         return [of_queries(inputs, request, out=out, lse=lse)]
@@ -61,6 +61,12 @@ def backward(
     return grads
 
 
+def _computed(inputs: Tensors) -> Tensors:
+    # As the kernels take them: a bias is contiguous.
+    bias = None if inputs.bias is None else as_computed(inputs.bias.contiguous())[0]
+    return Tensors(*as_computed(*inputs.with_rows), bias)
+
+
 def _by_row(q: Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
@@ -93,8 +99,8 @@ def of_queries(
     optional = {"dout": dout, "delta": delta, "dq": dq, "flag": flag}
     tensors |= {name: q if x is None else x for name, x in optional.items()}
     named |= strides | masks | flags | names | tensors
+    named |= table_of_bias(inputs, request)
     named.pop("q")
-    named.pop("bias")
     return Start(query_kernel, (tiles, q.shape[2], q.shape[0]), (q,), named)
 
 
@@ -111,6 +117,7 @@ def of_keys(
     named |= {"k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "dk": dk, "dv": dv, "EXTRA": extra}
     named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
     named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
+    named |= table_of_bias(inputs._replace(bias=None) if extra else inputs, request)
     tiles = -(-k.shape[1] // prod(sides)) if extra else _tiles(request, keys=True)
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
 
@@ -153,6 +160,14 @@ def _of_axes(near: Neighbourhood) -> dict:
 def extra_padding(inputs: Tensors, request: Request) -> Tensor:
     """The mask of extra keys; q stands in where there is none."""
     return inputs.q if request.extra_padding_mask is None else request.extra_padding_mask.contiguous()
+
+
+def table_of_bias(inputs: Tensors, request: Request) -> dict:
+    """Arguments of the kernels for a bias: the table and its entries along three axes, or None for each of them."""
+    sides = (None,) * 3
+    if inputs.bias is not None:
+        sides = (1,) * (3 - len(request.pattern.bias_sides)) + request.pattern.bias_sides
+    return {"bias": inputs.bias} | {f"entries{n}": side for n, side in zip(AXES, sides, strict=True)}
 
 
 def inverse_of(request: Request, device: torch.device) -> Tensor | None:

@@ -226,7 +226,8 @@ def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[
         if each.kernel.__name__ in ROLES and is_by_boxes == (module is box_launch):
             arguments = dict(zip(each.kernel.arg_names, each.arguments, strict=False)) | each.named
             constants = {x.name: arguments[x.name] for x in each.kernel.params if x.is_constexpr}
-            types = {name: type_of(x) for name, x in arguments.items()}
+            constants |= {name: None for name, x in arguments.items() if x is None}
+            types = {name: type_of(x) for name, x in arguments.items() if x is not None}
             options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
             names, flag = ROLES[each.kernel.__name__]
             name = names[bool(constants.get(flag))]
