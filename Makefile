@@ -16,7 +16,7 @@ NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
-.PHONY: help setup reports figures pages numbers picture numeric-avx2 numeric-no-vectors test test-all test-gpu test-multigpu test-releases test-public test-browser lab lint
+.PHONY: help setup reports figures pages numbers picture numeric-avx2 numeric-no-vectors test test-all test-gpu test-multigpu test-releases test-public test-clients test-browser lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ numbers: setup  ## write the numbers of the newest records into README, reports/
 	@$(BIN)/python -m hilbert_lib.lab.ledger.numbers
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
-	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not releases and not browser" \
+	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not releases and not clients and not browser" \
 		tests hilbert_lib notebooks --nbval-lax $(NBVAL) $(STRICT:%=--ignore=%)
 	@$(BIN)/python -m pytest --nbval $(NBVAL) $(STRICT)
 	@$(MAKE) --no-print-directory --output-sync -j 2 numeric-avx2 numeric-no-vectors
@@ -51,7 +51,7 @@ numeric-no-vectors:
 	@$(NO_VECTORS) $(BIN)/python -m pytest $(NUMERIC)
 
 test-all: setup lint  ## the full product of the cases
-	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not releases and not browser"
+	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not releases and not clients and not browser"
 
 # A dozen at a time: each may take 4 GB, and a GPU has 80.
 test-gpu: setup  ## the tests that need a CUDA device
@@ -68,8 +68,13 @@ test-releases: setup  ## a sample of all kernels, compiled by every release of t
 # Triton is loaded with the library then, which is too late to choose its interpreter.
 test-public: setup  ## tests with every fallback of hilbert_lib/internals.py: without private names of torch and triton
 	@HILBERT_WITHOUT_INTERNALS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest $(XDIST) \
-		-m "not full and not gpu and not multigpu and not releases and not browser" \
+		-m "not full and not gpu and not multigpu and not releases and not clients and not browser" \
 		tests/attention tests/limits tests/ring tests/test_graph_cache.py tests/test_ordering.py
+
+# An environment of its own: the others need none of these libraries.
+test-clients:  ## models of other libraries (transformers), with our attention and with their own; needs a network
+	@sh scripts/setup.sh $(VENV)-clients dev,clients
+	@$(VENV)-clients/bin/python -m pytest -rs -m clients tests/adapters
 
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
 	@$(BIN)/python -m pytest -rs -m browser

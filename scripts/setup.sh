@@ -1,8 +1,9 @@
 #!/bin/sh
 # Makes the virtual environment that `make` uses. Idempotent: it installs only when pyproject.toml,
-# constraints.txt or this file changed since the last success. Usage: sh scripts/setup.sh VENV_FOLDER
+# constraints.txt or this file changed since the last success. Usage: sh scripts/setup.sh VENV_FOLDER [EXTRAS]
 set -eu
-venv=${1:?usage: setup.sh VENV_FOLDER}
+venv=${1:?usage: setup.sh VENV_FOLDER [EXTRAS]}
+extras=${2:-dev}      # of pyproject.toml, with commas
 needed_mb=4000        # measured: 2.4 GB with torch's CPU build; CUDA builds unpack to more
 cuda_needed_mb=12000
 
@@ -42,7 +43,7 @@ if ! is_made; then
 fi
 echo "setup: installing the pinned set of constraints.txt (once; some minutes)"
 log="$venv/install.log"
-if ! "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' >"$log" 2>&1; then
+if ! "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     grep -q 'No space left' "$log" && fail "the disk is full; free some space and call make again."
     fail "pip could not install the pinned set; its last lines are above, all of them in $log."

@@ -34,7 +34,7 @@ ROOMS = [
     "ordering",
     "patterns",
 ]
-ROOMS += ["attention", "limits", "launch", "ring"]
+ROOMS += ["attention", "limits", "launch", "ring", "adapters"]
 LABORATORY = ["lab", "cli"]
 # The same inside two rooms of several floors.
 FLOORS = {

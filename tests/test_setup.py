@@ -63,9 +63,9 @@ class Project:
     def put(self, name, text=""):
         (self.folder / name).write_text(text)
 
-    def setup(self, venv=".venv", **variables):
+    def setup(self, venv=".venv", extras=None, **variables):
         return subprocess.run(
-            [self.bin / "sh", "scripts/setup.sh", venv],
+            [self.bin / "sh", "scripts/setup.sh", venv, *([extras] if extras else [])],
             cwd=self.folder,
             env={"PATH": str(self.bin), **variables},
             capture_output=True,
@@ -150,11 +150,25 @@ def test_a_set_up_that_failed_says_why_and_is_tried_again(project, fault, text, 
 
 
 def test_the_public_workflow_runs_the_commands_with_the_pinned_torch():
-    (job,) = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert commands[1:] == ["make test", "make test-releases", "make test-public", "make reports"]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
     (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
-    assert pin in commands[0].split()
+    expected = {
+        "test": ["make test", "make test-releases", "make test-public", "make reports"],
+        "clients": ["make test-clients"],
+    }
+    assert jobs.keys() == expected.keys()
+    for name, job in jobs.items():
+        commands = [step["run"] for step in job["steps"] if "run" in step]
+        assert commands[1:] == expected[name]
+        assert pin in commands[0].split()
+
+
+def test_the_libraries_of_the_clients_are_pinned_and_in_an_environment_of_their_own(project):
+    assert project.setup(".venv", extras="dev,clients").returncode == 0
+    assert "-c constraints.txt -e .[dev,clients]" in (project.folder / "calls.log").read_text()
+    pinned = [line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    clients = [Requirement(line).name for line in PYPROJECT["optional-dependencies"]["clients"]]
+    assert set(clients) <= set(pinned)
 
 
 def test_the_citation_has_the_version_and_the_licence_of_the_package():

@@ -1,0 +1,4 @@
+"""Our attention in models of other libraries, which are imported when they are used.
+
+transformers  attention implementations "hilbert_window" and "hilbert_dilated" for Hugging Face's transformers
+"""
