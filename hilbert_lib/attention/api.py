@@ -351,7 +351,7 @@ def computed(
         form = known_calls.form_of((q, k, v), pattern, door, backend, form_options)
         if known_call := known_calls.known(form):
             try:
-                inputs, request = _of_known_call(known_call, Tensors(q, k, v), options)
+                inputs, request = _of_known_call(known_call, Tensors(q, k, v), pattern, options)
                 results = _computed_again(known_call, inputs, request, kv_ordering)
                 return _returned(results, extra_q, inputs, request, backend, return_lse)
             except KernelError:
@@ -375,7 +375,9 @@ def computed(
             arguments = {name: ARGUMENTS.get(name, name) for name in TENSORS if getattr(request, name) is not None}
             masks = {name: argument for name, argument in arguments.items() if argument in options}
             takes_extra = inputs.extra_k is not None
-            known_calls.remember(form, KnownCall(without_tensors(request), served, undone, takes_extra, masks))
+            known_calls.remember(
+                form, KnownCall(replace(without_tensors(request), lists=()), served, undone, takes_extra, masks)
+            )
         return results
 
     results = first_that_compiles(choose, run, backend, level=4)
@@ -395,7 +397,7 @@ def _returned(
     return (out, lse, extra_out, extra_lse) if return_lse else (out, extra_out)
 
 
-def _of_known_call(known_call: KnownCall, inputs: Tensors, options: dict) -> tuple[Tensors, Request]:
+def _of_known_call(known_call: KnownCall, inputs: Tensors, pattern: object, options: dict) -> tuple[Tensors, Request]:
     # The tensors and the request of a call whose form is known: all that is taken from it are its tensors.
     q, k, v, *_ = inputs
     if known_call.takes_extra:
@@ -404,6 +406,8 @@ def _of_known_call(known_call: KnownCall, inputs: Tensors, options: dict) -> tup
             extra_k = extra_v = k.new_empty(k.shape[0], 0, *k.shape[2:])
         inputs = Tensors(q, k, v, extra_k, extra_v, options.get("bias"))
     request = known_call.request
+    if isinstance(pattern, PointNeighbourhood):
+        request = replace(request, lists=pattern.list_tensors)
     if known_call.masks:
         request = replace(request, **{name: options[argument] for name, argument in known_call.masks.items()})
     return inputs, request

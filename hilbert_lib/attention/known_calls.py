@@ -48,15 +48,11 @@ def form_of(tensors: tuple[Tensor, ...], pattern: Pattern, door: Callable, backe
 
     tensors: q, k and v. door: what the pattern's kind is checked by. options: all other arguments.
     """
-    # Of points, whose lists a form would hold, each call is validated.
-    is_of_points = isinstance(pattern, PointNeighbourhood)
-    if (
-        is_of_points
-        or any(type(x) not in _TENSORS for x in tensors)
-        or torch.is_autocast_enabled(tensors[0].device.type)
-    ):
+    if any(type(x) not in _TENSORS for x in tensors) or torch.is_autocast_enabled(tensors[0].device.type):
         return None
-    form = [pattern, door, backend, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
+    # Points themselves would keep their lists.
+    key = pattern.form if isinstance(pattern, PointNeighbourhood) else pattern
+    form = [key, door, backend, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
     for x in tensors:
         form += x.shape, x.dtype, x.device, x.requires_grad
     for name, value in options.items():

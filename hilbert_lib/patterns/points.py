@@ -176,6 +176,11 @@ class PointNeighbourhood(Pattern):
         return self.lists.tensors if self.turned is self.lists else (*self.lists.tensors, *self.turned.tensors)
 
     @property
+    def form(self) -> tuple:
+        """What the validation of a call hangs on: all but the cells."""
+        return self.kind, self.lists.queries, self.lists.keys, self.device
+
+    @property
     def specification(self) -> Specification:
         """Points have none: tensors do not go into words and integers."""
         raise TypeError(f"{self.noun} must be given to `attend` as it is: it has no words and integers")

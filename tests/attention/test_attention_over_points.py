@@ -347,13 +347,21 @@ def test_flop_are_those_of_the_pairs():
     assert counter.get_total_flops() == 4 * 8 * 2 * 4 * (points.pairs + 3 * 100)
 
 
+def test_a_later_call_of_the_same_form_has_lists_of_its_own():
+    q, k, v, _ = drawn(90, 2, 1, 4)
+    for points in (points_of("odd"), PointNeighbourhood(cells(90, seed=3), (5, 2)), points_of("odd")):
+        for _ in range(2):
+            assert_close([attend(q, k, v, points)], [attend(q, k, v, points, backend="reference")], 1e-5)
+
+
 def test_a_call_keeps_no_points_alive():
     import gc
     import weakref
 
     points = points_of("odd")
-    gone = weakref.ref(points)
-    attend(Q, K, V, points)
+    gone = [weakref.ref(points), *map(weakref.ref, points.list_tensors)]
+    for _ in range(2):
+        attend(Q, K, V, points)
     del points
     gc.collect()
-    assert gone() is None
+    assert not any(each() is not None for each in gone)
