@@ -132,8 +132,12 @@ def surface(kind: str, count: int) -> torch.Tensor:
     return cells[torch.randperm(len(cells), generator=generator)[:count]]
 
 
-@pytest.mark.parametrize(("kind", "window"), [("sphere", 5), ("room", 5), ("tissue", 9), ("random", 5)])
-def test_boxes_that_are_tested_grow_as_the_blocks_do(kind, window, monkeypatch):
+# most keys that 64 queries see together: without halves it would be 185, 158, 268 and 125
+SEEN = [("sphere", 5, 165), ("room", 5, 150), ("tissue", 9, 255), ("random", 5, 123)]
+
+
+@pytest.mark.parametrize(("kind", "window", "most_keys"), SEEN)
+def test_boxes_that_are_tested_grow_as_the_blocks_do(kind, window, most_keys, monkeypatch):
     tests = []
     meet = point_lists.boxes_meet
     monkeypatch.setattr(point_lists, "boxes_meet", lambda *args: tests.append(len(args[2])) or meet(*args))
@@ -142,6 +146,7 @@ def test_boxes_that_are_tested_grow_as_the_blocks_do(kind, window, monkeypatch):
     points = PointNeighbourhood(surface(kind, 10_000), window)
     assert sum(tests) <= 300 * points.lists.blocks
     assert len(candidates[0][0]) <= 40 * points.lists.blocks
+    assert points.lists.key_rows.ge(0).sum() <= most_keys * points.lists.blocks
 
 
 def test_points_are_compared_and_kept_by_identity():
