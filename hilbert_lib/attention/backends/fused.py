@@ -10,9 +10,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal
 from hilbert_lib.attention.failures import not_compiled
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.starts import STARTS, has_starts
 from hilbert_lib.attention.triton import limits, schedule
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info, kernel_mode
@@ -65,9 +67,22 @@ def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
     return ""
 
 
+def _of_keys(q: Tensor, k: Tensor, call: Request) -> str:
+    from hilbert_lib.attention.triton import decode  # triton is imported only where a kernel is used
+
+    return decode.refusal_of_starts(q, k, call) if has_starts(call) else ""
+
+
 def _functions(device: torch.device) -> tuple[Forward, Backward]:
-    launch = _launch()
-    return launch.forward, launch.backward
+    return _launch().forward, _backward
+
+
+def _backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, dlse: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    if has_starts(call):
+        return reference.backward_by_rows(dout, inputs, out, lse, call, dlse)
+    return _launch().backward(dout, inputs, out, lse, call, dlse)
 
 
 def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
@@ -84,10 +99,14 @@ def _launch() -> ModuleType:
     return launch
 
 
-def _workspace(given: tuple, call: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
+def _workspace(
+    given: tuple, call: Request, direction: str, device: torch.device, returned: int
+) -> dict[str, int] | None:
     # As `launch.py` and `decode.py` make them; interpreted kernels are taken for compiled ones.
     from hilbert_lib.attention.triton import decode  # triton is imported only where a kernel is used
 
+    if has_starts(call) and direction == "backward":
+        return None
     q, k, *_ = given[0] if direction == "forward" else given[1]
     batch, rows, heads, _ = q.shape
     lse, in_float = 4 * batch * rows * heads, 4 * q.numel()
@@ -138,8 +157,11 @@ def _parts(q: Tensor, k: Tensor, call: Request) -> int:
     from hilbert_lib.attention.triton.geometry import block_d
 
     batch, rows, heads, head_dim = q.shape
-    kv_heads, first = k.shape[2], call.first_query
-    keys = min(k.shape[1], first + rows) if call.is_causal else k.shape[1]
+    kv_heads, first, keys = k.shape[2], call.first_query, k.shape[1]
+    if has_starts(call):
+        first = None
+    elif call.is_causal:
+        keys = min(keys, first + rows)
     block = min(128, decode.TILE_BYTES // (block_d(head_dim) * k.element_size()))
     least = decode.KEYS_PER_ROW * rows * heads // kv_heads
     return decode.split(call.pattern, keys, first, rows, batch, kv_heads, least, block)[2]
@@ -159,13 +181,15 @@ BACKENDS = (
     ),
     Backend(
         name="triton",
-        note="one fused pass over all branches",
+        note="one fused pass over all branches; beside tensors of starts the backward is by matrix products",
         colour="#661100",
         functions=_functions,
         limits=_limits,
+        of_keys=_of_keys,
         here=lambda q, call: absence(q.device),
         reads_orderings=True,
         reads_documents=True,
         workspace=_workspace,
+        options=STARTS,
     ),
 )

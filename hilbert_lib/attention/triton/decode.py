@@ -8,6 +8,9 @@ branch, for all queries of all heads of the group:
     programs                         part 0    part 1    part 2     -> merge_kernel -> out, lse
 
 So a key row is read from memory once a branch. Tiles of one chunk run at the same time and find its keys in the cache.
+
+Where sequences begin at rows that only the device knows (`starts.py`), as many programs are started as the longest
+segments need, and those of a sequence that needs fewer end at once.
 """
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.schedule import head_offsets
@@ -47,10 +51,20 @@ def serves(q: Tensor, k: Tensor, call: Request) -> bool:
     True
     """
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    if has_starts(call):  # which `launch.forward` does not read
+        return True
     if rows > MOST_ROWS or call.cu_seqlens is not None:
         return False
     branches = zip(call.pattern.segment_lengths, call.pattern.dilation_rates, strict=True)
     return max(min(w, k.shape[1]) // r for w, r in branches) >= KEYS_PER_ROW * rows
+
+
+def refusal_of_starts(q: Tensor, k: Tensor, call: Request) -> str:
+    """Why a call whose sequences begin at rows that only the device knows is not decoded, or ""."""
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    if rows > MOST_ROWS:
+        return f"reads starts on the device for up to {MOST_ROWS} queries of the heads of a KV head, got {rows}"
+    return ""
 
 
 def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
@@ -58,12 +72,14 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
     batch, queries, heads, head_dim = q.shape
-    kv_heads, first = k.shape[2], call.first_query
-    keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # keys that some query may see
+    kv_heads, first, keys = k.shape[2], call.first_query, k.shape[1]
+    if call.is_causal and not has_starts(call):
+        keys = min(keys, first + queries)  # those that some query may see
     group, rows = heads // kv_heads, queries * heads // kv_heads
     columns = geometry.block_d(head_dim)
     block_n = step_keys(head_dim, k.element_size())
-    chunk, units, parts = split(call.pattern, keys, first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
+    known_first = None if has_starts(call) else first
+    chunk, units, parts = split(call.pattern, keys, known_first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
     table = _table(call.pattern, kv_heads, q.device)
     branches = len(call.pattern.branches)
     pairs = branches * kv_heads
@@ -82,12 +98,17 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], k.shape[1],
         first, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
     )  # fmt: skip
+    starts_of_rows = {
+        name: None if start is None else start.contiguous()
+        for name, start in (("query_starts", call.query_starts), ("key_start", call.key_start))
+    }
     named = {
         **{"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK_M": block_m, "BLOCK_N": block_n},
         **{"PAIRS": geometry.power_of_2(pairs), "SEVERAL": queries > 1, "CAUSAL": call.is_causal},
         **{"GATHER": call.inverse is not None, "PADDING": call.key_padding_mask is not None},
         **{"DROPOUT": call.dropout_p > 0.0, "PRECISION": geometry.products_of_float32()},
         **{"num_warps": NUM_WARPS, "num_stages": NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES)},
+        **starts_of_rows,
     }
     starts = [Start(decode_kernel, (batch * units * tiles,), arguments, named)]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
@@ -96,7 +117,8 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
         partial_out, partial_lse, out, lse, table,
         first, queries, keys, heads, kv_heads, group, branches, chunk, parts,
     )  # fmt: skip
-    named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns}
+    named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns, "CAUSAL": call.is_causal}
+    named |= starts_of_rows
     starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
     start(lambda: starts)  # not recorded: every step of decoding is of another kind
     return out, lse
@@ -110,12 +132,14 @@ def step_keys(head_dim: int, element_size: int) -> int:
 
 
 def split(
-    pattern: DilatedPattern, keys: int, first: int, queries: int, batch: int, kv_heads: int, least: int, block: int
-) -> tuple[int, int, int]:
+    pattern: DilatedPattern, keys: int, first: int | None, queries: int, batch: int, kv_heads: int, least: int,
+    block: int,
+) -> tuple[int, int, int]:  # fmt: skip
     """Chunk, units and parts of the split of `keys` that queries from position `first` on may see.
 
-    chunk: keys of a program, at least `least` and whole steps of `block`. units: programs of one sequence. parts:
-    chunks of all branches together. The kernels compute the share of each program themselves.
+    first: None for the most that any position needs. chunk: keys of a program, at least `least` and whole steps of
+    `block`. units: programs of one sequence. parts: chunks of all branches together. The kernels compute the share of
+    each program themselves.
 
     >>> split(DilatedPattern((4096,), (1,)), 4096, 4095, 1, batch=1, kv_heads=2, least=8, block=64)
     (64, 128, 64)
@@ -123,6 +147,11 @@ def split(
     longest, pairs = [], []
     for i, (w, r) in enumerate(pattern.branches):
         offsets = head_offsets(pattern, i, kv_heads)
+        if first is None:
+            counts = sorted((offsets.count(o) for o in {*offsets} - {-1}), reverse=True)
+            longest.append(triton.cdiv(min(w, keys), r))
+            pairs.append(sum(counts[:queries]))
+            continue
         longest.append(triton.cdiv(min(w, keys - first // w * w), r))
         pairs.append(sum(offsets.count(o) for o in {p % w % r for p in range(first, first + queries)}))
     work = batch * sum(n * count for n, count in zip(longest, pairs, strict=True))
@@ -139,6 +168,25 @@ def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tens
         for i, (w, r) in enumerate(pattern.branches)
     ]
     return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def rows_held(b, first_query, queries, keys, query_starts, key_start, CAUSAL: tl.constexpr):
+    """What a sequence holds that begins at rows which only the device knows.
+
+    The row of k at which it begins, its keys, the position of its first query, how many rows of q lie before that
+    query, and how many rows of q it has, which may be below 1.
+    """
+    begin = 0
+    if key_start is not None:
+        begin = tl.minimum(tl.maximum(tl.load(key_start + b), 0), keys).to(tl.int32)
+    start = first_query
+    if query_starts is not None:
+        start = tl.minimum(tl.maximum(tl.load(query_starts + b), -queries), keys).to(tl.int32)
+    first_row = tl.maximum(start, begin)
+    held = tl.minimum(start + queries, keys) - first_row
+    last = first_row + held if CAUSAL else keys
+    return begin, last - begin, first_row - begin, first_row - start, held
 
 
 @triton.jit
@@ -178,13 +226,27 @@ def decode_kernel(
     first_query, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
     SEVERAL: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, query_starts=None, key_start=None,
 ):  # fmt: skip
     """Partial results of one chunk of keys of a branch and KV head, for all queries of the group in the branch."""
     # partial_out [batch, heads, queries, parts, HEAD_DIM], partial_lse [batch, heads, queries, parts]
     unit = tl.program_id(0) // tiles
     b = (unit // units).to(tl.int64)
+    STARTS: tl.constexpr = query_starts is not None or key_start is not None
+    rows_of_q = queries
+    if STARTS:
+        begin, keys, first_query, before, queries = rows_held(
+            b, first_query, queries, keys, query_starts, key_start, CAUSAL
+        )
+        if queries < 1:
+            return
     pair, part, number = pair_of(unit % units, table, first_query, queries, keys, kv_heads, pairs, chunk, PAIRS)
+    if STARTS:
+        if pair >= pairs:  # the sequence needs fewer programs
+            return
+        k += begin.to(tl.int64) * stride_kn
+        v += begin.to(tl.int64) * stride_vn
+        padding += begin
     w = tl.load(table + 3 * pair)
     r = tl.load(table + 3 * pair + 1)
     o = tl.load(table + 3 * pair + 2)
@@ -196,6 +258,8 @@ def decode_kernel(
     h = g * group + rows % group  # [BLOCK_M]
     position = first_query + t  # [BLOCK_M]
     inside = (t < queries) & (position % w % r == o)  # [BLOCK_M]
+    if STARTS:  # so far from the first row of q that the sequence has
+        t += before  # [BLOCK_M]
     row_mask = inside[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
     q_ptrs = (
         q + (b * stride_qb + h * stride_qh + t.to(tl.int64) * stride_qn)[:, None] + dims[None, :]
@@ -266,7 +330,7 @@ def decode_kernel(
                     joined = tl.where(reached > 0.0, float("nan"), joined)  # [BLOCK_M, BLOCK_D]
             acc = joined  # [BLOCK_M, BLOCK_D]
 
-    part_rows = ((b * kv_heads * group + h) * queries + t) * parts + number  # [BLOCK_M]
+    part_rows = ((b * kv_heads * group + h) * rows_of_q + t) * parts + number  # [BLOCK_M]
     denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
     lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))  # [BLOCK_M]
     tl.store(partial_out + part_rows[:, None] * HEAD_DIM + dims[None, :], acc / denominator[:, None], mask=row_mask)
@@ -278,12 +342,20 @@ def merge_kernel(
     partial_out, partial_lse, out, lse, table,
     first_query, queries, keys, heads, kv_heads, group, n_branches, chunk, parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr = False, query_starts=None, key_start=None,
 ):  # fmt: skip
     """Out and lse of one query of one head, merged from its parts as `attention.merge` merges two."""
     row = tl.program_id(0).to(tl.int64)
     h, t = row % heads, row // heads % queries
     first_part = ((row // heads // queries * heads + h) * queries + t) * parts
+    STARTS: tl.constexpr = query_starts is not None or key_start is not None
     position = first_query + t.to(tl.int32)
+    if STARTS:
+        _, keys, first_query, before, held = rows_held(
+            row // heads // queries, first_query, queries, keys, query_starts, key_start, CAUSAL
+        )
+        is_held = (t >= before) & (t - before < held)
+        position = first_query - before + t.to(tl.int32)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     m = float("-inf")
@@ -293,7 +365,10 @@ def merge_kernel(
         pair = table + 3 * (i * kv_heads + h // group)
         w, r, o = tl.load(pair), tl.load(pair + 1), tl.load(pair + 2)
         splits = splits_of(w, r, first_query, keys, chunk)
-        if position % w % r == o:
+        sees = position % w % r == o
+        if STARTS:
+            sees &= is_held
+        if sees:
             for j in range(0, splits, BLOCK):
                 part = j + tl.arange(0, BLOCK)  # [BLOCK]
                 part_lse = tl.load(partial_lse + first_part + part, mask=part < splits, other=float("-inf"))  # [BLOCK]

@@ -33,10 +33,12 @@ from torch import Tensor
 
 from hilbert_lib import internals
 from hilbert_lib.attention.failures import KernelError, not_compiled
+from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.attention.triton.geometry import products_of_float32
 
 KINDS = 4096  # kinds of starts in `_compiled`; past it the set is emptied, and Triton finds its kernels compiled
 RECORDINGS = 512  # kinds of calls in `_recordings`
+OPTIONAL = ("documents", *STARTS)  # tensors of some calls; elsewhere None, which is a constant too
 PLACES = 64  # addresses in a cache of descriptors, or of launches
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
@@ -233,8 +235,8 @@ def _kind_of_kernels(starts: Sequence[Start]) -> tuple:
     # The arguments that decide which kernels are compiled. Alignment decides too: those kernels compile as they start.
     like = starts[0].arguments[0]
     constants = [(id(begun.kernel), *map(begun.named.get, _constants(begun.kernel))) for begun in starts]
-    has_documents = starts[-1].named.get("documents") is not None  # None is a constant too
-    return like.device, like.dtype, has_documents, *constants
+    has_optional = [starts[-1].named.get(name) is not None for name in OPTIONAL]
+    return like.device, like.dtype, *has_optional, *constants
 
 
 @cache

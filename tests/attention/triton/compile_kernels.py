@@ -27,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.attention.triton import copies, grid_launch
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
@@ -48,6 +49,7 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("partial_dq", "partial_dk", "partial_dv"), "*fp32"),
     **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
     "documents": "*i32",
+    **dict.fromkeys(STARTS, "*i64"),
     **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
 }
 ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
@@ -122,10 +124,15 @@ def decode_kernels() -> dict[str, tuple]:
     common = {name: ATTENTION_FLAGS[name] for name in ("CAUSAL", "PRECISION", "GATHER", "PADDING", "DROPOUT")}
     common |= {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "PAIRS": 16, "BLOCK": 64}
     options = {"num_warps": 4, "num_stages": 3}
+    with_starts, common = common, common | dict.fromkeys(STARTS)
+    one, several = {"BLOCK_M": 16, "SEVERAL": False}, {"BLOCK_M": 32, "SEVERAL": True}
     return {
-        "decode one": (decoding.decode_kernel, ATTENTION_TYPES, common | {"BLOCK_M": 16, "SEVERAL": False}, options),
-        "decode several": (decoding.decode_kernel, ATTENTION_TYPES, common | {"BLOCK_M": 32, "SEVERAL": True}, options),
+        "decode one": (decoding.decode_kernel, ATTENTION_TYPES, common | one, options),
+        "decode several": (decoding.decode_kernel, ATTENTION_TYPES, common | several, options),
+        "decode one with starts": (decoding.decode_kernel, ATTENTION_TYPES, with_starts | one, options),
+        "decode several with starts": (decoding.decode_kernel, ATTENTION_TYPES, with_starts | several, options),
         "decode merge": (decoding.merge_kernel, ATTENTION_TYPES, common, {"num_warps": 4}),
+        "decode merge with starts": (decoding.merge_kernel, ATTENTION_TYPES, with_starts, {"num_warps": 4}),
     }
 
 

@@ -5,7 +5,19 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from cases import BRANCHES, LAYOUTS, ORDERINGS, TOLERANCE, assert_close, determinism, drawn, in_pairs, stored
+from cases import (
+    BRANCHES,
+    LAYOUTS,
+    ORDERINGS,
+    TOLERANCE,
+    assert_close,
+    attended,
+    determinism,
+    differentiated,
+    drawn,
+    in_pairs,
+    stored,
+)
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import reference
@@ -62,12 +74,69 @@ def test_output_and_lse_equal_the_oracle_wherever_the_queries_stand(case):
     assert_close((out, lse), (expected, expected_lse), TOLERANCE[dtype][:2])
 
 
+# query_start, key_start, queries of four sequences. Some begin before or after the rows of k, or hold no row of q.
+STARTS = {
+    "caches": ((0, 9, KEYS - 3, KEYS), None, 3),
+    "padded caches": ((-2, 40, KEYS - 1, 17), (0, 5, KEYS, 18), 4),
+    "one query": ((5, 40, KEYS - 1, 23), (-3, 37, 60, 24), 1),
+    "padded alike": (33, (0, 32, 35, KEYS + 4), 5),
+}
+START_AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, HEADS, STARTS, LAYOUTS, DTYPES, [False, True])
+START_AXES += (["causal", "not causal"],)
+
+
+@in_pairs(START_AXES, 3, kv_heads=lambda heads: heads[1])
+def test_sequences_that_begin_at_unequal_rows_are_each_attended_to_alone(case):
+    branches, offsets, mixing, heads, starts, layout, dtype, padded, causality = case
+    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
+    query_start, key_start, queries = STARTS[starts]
+    q, k, v = tokens(queries, *heads, batch=4, dtype=dtype)
+    padding = torch.rand(4, KEYS, generator=torch.Generator().manual_seed(1)) < 0.4 if padded else None
+    options = {"is_causal": causality == "causal", "key_padding_mask": padding}
+    begins = None if key_start is None else torch.tensor(key_start, dtype=torch.int32 if padded else torch.int64)
+    firsts = query_start if isinstance(query_start, int) else torch.tensor(query_start)
+    expected = oracle.attention(q, k, v, pattern, scale=0.7, query_start=firsts, key_start=begins, **options)
+    name = "query_start" if isinstance(firsts, int) else "query_starts"
+    call = Request(pattern, scale=0.7, key_start=begins, **{name: firsts}, **options)
+    found = decoded(*(stored(x, layout) for x in (q, k, v)), call)
+    assert_close(found, expected, TOLERANCE[dtype][:2])
+
+
+BEGINS = torch.tensor([7, 20])
+
+
+def test_keys_after_a_sequence_and_before_it_are_not_read():
+    q, k, v = tokens(2, 2, 1)
+    call = Request(
+        DilatedPattern((16, 64), (1, 2)), is_causal=True, query_starts=torch.tensor([40, 50]), key_start=BEGINS
+    )
+    expected = decoded(q, k, v, call)
+    for b, (begin, end) in enumerate(((7, 42), (20, 52))):
+        for x in (k, v):
+            x[b, :begin] = x[b, end:] = torch.nan
+    assert all(map(torch.equal, decoded(q, k, v, call), expected))
+
+
+def test_it_is_the_backend_of_few_queries_with_tensors_of_starts_and_refuses_many():
+    pattern = DilatedPattern((16, 64), (1, 2))
+    tensors = [x.to(DEVICE) for x in drawn(3, 4, 2, 8, keys=KEYS, batch=2)]
+    starts = {"query_start": torch.tensor([40, 50]), "key_start": BEGINS}
+    options = {name: x.to(DEVICE) for name, x in starts.items()} | {"is_causal": True}
+    right = differentiated(oracle.attending(pattern, **options), [x.double() for x in tensors])
+    assert_close(attended(tensors, pattern, "triton", **options), right, TOLERANCE[torch.float32][2])
+    many = [x.to(DEVICE) for x in drawn(33, 4, 2, 8, keys=KEYS, batch=2)]
+    with pytest.raises(ValueError, match=r"'triton' cannot serve: reads starts on the device for up to 64 .*, got 66"):
+        attended(many, pattern, "triton", **options)
+
+
+@pytest.mark.parametrize("starts", [{}, {"query_starts": torch.tensor([29, 4]), "key_start": torch.tensor([11, 2])}])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_dropout_has_the_bits_of_the_reference_and_lse_is_undropped(is_causal):
+def test_dropout_has_the_bits_of_the_reference_and_lse_is_undropped(is_causal, starts):
     q, k, v = tokens(4, 4, 2)
     seed = torch.tensor([2**40 + 5])
     pattern = DilatedPattern((16, 64), (2, 3))
-    call = Request(pattern, scale=0.5, is_causal=is_causal, query_start=29, dropout_p=0.3, seed=seed)
+    first = {} if starts else {"query_start": 29}
+    call = Request(pattern, scale=0.5, is_causal=is_causal, dropout_p=0.3, seed=seed, **first, **starts)
     torch.testing.assert_close(decoded(q, k, v, call), reference.forward(Tensors(q, k, v), call), atol=2e-5, rtol=0)
 
 
