@@ -67,7 +67,7 @@ FLOORS = {
             "known_calls",
             "api",
         ),
-        *("torchscale", "modules", "grid_module", "explain", "weights"),
+        *("torchscale", "caches", "modules", "grid_module", "explain", "weights"),
     ],
     "ring": ["plan", "rank", "agreement", "spread", "attention", "module"],
 }

@@ -16,6 +16,7 @@ modules        the function as layers
 grid_parts     parts of a grid, and which cells lie in which rows
 joint          queries beside a grid, which see every cell and every extra key
 grid_module    attention on grids as a layer
+caches         keys and values of a module's earlier tokens
 explain        which backend serves a call
 starts         the row of k at which each sequence of a batch begins
 aligned        sequences that are padded on the left, moved to row 0

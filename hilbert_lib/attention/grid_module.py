@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import QueryBox, neighbourhood_attention
+from hilbert_lib.attention.api import QueryBox, computed
+from hilbert_lib.attention.caches import KeyValueCache, check_cache
 from hilbert_lib.attention.grid_parts import part_of_box
-from hilbert_lib.attention.modules import Prepare, ProjectedAttention, check_prepare, prepared, where_made
+from hilbert_lib.attention.modules import Prepare, ProjectedAttention, check_prepare, positions, prepared, where_made
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
@@ -30,7 +31,8 @@ class NeighbourhoodAttention(ProjectedAttention):
             window, or another rule, has one value for each. False by default.
         prepare: function or module (q, k, grid) -> (q, k) between in_proj and attention, such as rotary embedding or
             norms. q is (batch, cells, heads, head_dim), k (batch, cells, kv_heads, head_dim), row by row; grid is the
-            tuple of sides. Extra tokens do not pass through it.
+            tuple of sides. With key_start or a cache it is the positions instead, (batch, cells) int64. Extra tokens do
+            not pass through it.
         prepare_extra: function or module (q, k) -> (q, k) of the extra tokens.
         backend: as in `neighbourhood_attention`.
         device, dtype: of the parameters.
@@ -120,6 +122,8 @@ class NeighbourhoodAttention(ProjectedAttention):
         extra: Tensor | None = None,
         extra_padding_mask: Tensor | None = None,
         return_extra: bool = False,
+        key_start: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Project, attend and project back. Extra tokens share the projections.
 
@@ -131,6 +135,11 @@ class NeighbourhoodAttention(ProjectedAttention):
             extra: (batch, tokens, embed_dim), tokens beside the grid that every cell sees, such as text or registers.
             extra_padding_mask: (batch, tokens) bool, True = no weight.
             return_extra: whether extra tokens also attend, to every cell and every extra token (joint attention).
+            key_start: (batch,) int32 or int64, for grids of one axis: the cell at which each sequence begins, as in
+                `neighbourhood_attention`. With a cache it is the same in every call.
+            cache: of `make_cache`, for grids of one causal axis. The cells of x follow those of earlier calls, see
+                them, and are added. A stride's groups are those of a grid of max_length cells. It needs a call without
+                gradients; not with query_box, key_padding_mask or return_extra. Extra tokens are given in every call.
 
         Returns:
             The output, shaped like x; with query_box (batch, *box, embed_dim). With return_extra also the output of
@@ -147,6 +156,12 @@ class NeighbourhoodAttention(ProjectedAttention):
         if checks.boolean("return_extra", return_extra) and extra is None:
             raise ValueError("return_extra must be False where extra is None, got True")
         grid = x.shape[1:-1]
+        if cache is not None:
+            extra_out = True if return_extra else None
+            check_cache(cache, query_box=query_box, key_padding_mask=key_padding_mask, return_extra=extra_out)
+        if (cache is not None or key_start is not None) and len(grid) > 1:
+            name = "key_start" if cache is None else "cache"
+            raise ValueError(f"{name} must be None on grids of more than one axis, got x of shape {tuple(x.shape)}")
         if key_padding_mask is not None:
             checks.dense_tensor("key_padding_mask", key_padding_mask)
             if key_padding_mask.shape != x.shape[:-1]:
@@ -154,7 +169,9 @@ class NeighbourhoodAttention(ProjectedAttention):
                 raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
         q, k, v = self.project(x.flatten(1, -2))
         if self.prepare is not None:
-            q, k = prepared("prepare", self.prepare, q, k, tuple(grid))
+            is_line = cache is not None or key_start is not None
+            place = positions(q, cache, key_start) if is_line else tuple(grid)
+            q, k = prepared("prepare", self.prepare, q, k, place)
         options = {"backend": self.backend, "extra_padding_mask": extra_padding_mask, "bias": self.relative_bias}
         if key_padding_mask is not None:
             options["key_padding_mask"] = key_padding_mask.flatten(1)
@@ -168,10 +185,34 @@ class NeighbourhoodAttention(ProjectedAttention):
             options["query_box"] = query_box
             q = q.unflatten(1, grid)[:, *(slice(line.start, line.stop) for line in part.rows)]
             box, q = q.shape[1:-2], q.flatten(1, -3)
-        results = neighbourhood_attention(q, k, v, self.neighbourhoods(tuple(grid)), **options)
+        if key_start is not None:
+            options["key_start"] = key_start
+        results = self._attend(q, k, v, tuple(grid), cache, options)
         out, *extra_out = results if return_extra else (results,)
         out = self.out_proj(out.flatten(2)).unflatten(1, box)
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
+
+    def _attend(self, q, k, v, grid: tuple[int, ...], cache: KeyValueCache | None, options: dict) -> object:
+        # The results of `attend`, also of cells that follow others.
+        if cache is not None:
+            cache.write(k, v)
+            is_shared = self.rules["stride"] not in (1, (1,))  # windows end where the whole grid tells
+            if is_shared or not cache.is_empty:
+                k, v, grid = cache.k, cache.v, (cache.max_length,)
+                options = options | {"query_start": 0 if cache.is_empty else cache.lengths}
+        results = computed(q, k, v, self.neighbourhoods(grid), **options)
+        if cache is not None:
+            cache.advance(q.shape[1])
+        return results
+
+    def check_decoding(self) -> None:
+        """Raise ValueError unless calls of some cells after others can equal one call of all."""
+        for name, rule in self.rules.items():
+            is_by_axis = isinstance(rule, tuple) and not (name == "window" and self.has_head_windows)
+            if is_by_axis and len(rule) > 1:
+                raise ValueError(f"{name} must be of one axis for a cache, got {rule}")
+        if self.rules["is_causal"] not in (True, (True,)):
+            raise ValueError(f"is_causal must be True for a cache, got {self.rules['is_causal']!r}")
 
     def extra_repr(self) -> str:
         return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.rules.items())])

@@ -10,6 +10,7 @@ from torch.nn.utils import skip_init
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import computed
+from hilbert_lib.attention.caches import KeyValueCache, check_cache
 from hilbert_lib.attention.documents import check_documents, places_of
 from hilbert_lib.attention.torchscale import layer_of_torchscale
 from hilbert_lib.attention.transforms import Layer, refuse_tracers, refuse_vmap
@@ -159,6 +160,45 @@ class ProjectedAttention(Layer):
         projected = self.in_proj(tokens).split(self.projected_sizes, dim=-1)
         return [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
 
+    def make_cache(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KeyValueCache:
+        """An empty cache of keys and values, for calls with `cache=`: a prompt first, then one or more tokens a call.
+
+        The outputs are those of one causal call of all tokens. `cache.lengths`, (batch,) int32 on the device, counts
+        the tokens of each sequence; calls add to it, and it may be written in place between them. A GPU is not waited
+        for: after the prompt, a CUDA graph of one step serves every step.
+
+        Args:
+            batch: sequences. max_length: tokens of each that there is room for.
+            device, dtype: of the buffers; by default those of in_proj's weight, and dtype as autocast has it.
+
+        Raises:
+            TypeError, ValueError: for other arguments; where in_proj's weight does not tell device and dtype; for a
+                module that cannot decode.
+        """
+        self.check_decoding()
+        shape = checks.integer("batch", batch, least=1), checks.integer("max_length", max_length, least=1)
+        factory = where_made(device, dtype)
+        weight = getattr(self.in_proj, "weight", None)
+        is_known = isinstance(weight, Tensor) and weight.is_floating_point()
+        for name, known in (("device", is_known and weight.device), ("dtype", is_known and autocast_dtype(weight))):
+            if factory[name] is None:
+                if not is_known:
+                    raise ValueError(f"{name} must be given where in_proj has no weight of real numbers, got None")
+                factory[name] = known
+        k, v = (torch.zeros(*shape, self.kv_heads, self.head_dim, **factory) for _ in "kv")
+        return KeyValueCache(k, v, torch.zeros(shape[0], dtype=torch.int32, device=k.device))
+
+    def check_decoding(self) -> None:
+        """Raise ValueError unless calls of some tokens after others can equal one call of all."""
+        raise NotImplementedError
+
     def check_tokens(
         self, name: str, x: Tensor, axes: Sequence[int], allowed: str, query: Tensor | None = None
     ) -> None:
@@ -215,6 +255,19 @@ def _is_torchs(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and "forward" not in layer.__dict__
 
 
+def positions(
+    q: Tensor, cache: KeyValueCache | None, key_start: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The position of each row of q in its sequence or document: (1, seq) or (batch, seq) int64."""
+    if cu_seqlens is not None:
+        return places_of(cu_seqlens, q.shape[1])[0][None]
+    rows = torch.arange(q.shape[1], device=q.device)[None] if cache is None else cache.rows(q.shape[1])
+    if key_start is None:
+        return rows
+    checks.rows_of_keys("key_start", key_start, "batch", q)
+    return (rows - key_start.long()[:, None]).clamp(min=0)
+
+
 def where_made(device: object, dtype: object) -> dict[str, object]:
     """The arguments device and dtype of a module's parameters, checked."""
     device = None if device is None else checks.device(device)
@@ -240,7 +293,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
         norm_eps: eps of a LayerNorm between attention and out_proj (sub-LN), above 0; by default there is none.
         prepare: function or module (q, k, positions) -> (q, k) between in_proj and attention, such as rotary embedding
             or norms. q is (batch, seq, heads, head_dim), k (batch, seq, kv_heads, head_dim). positions are int64, (1,
-            seq) or (batch, seq); those of packed documents begin at 0 in each.
+            seq) or (batch, seq). They count from 0 in each packed document, and from key_start; rows before it have 0.
         device, dtype: of the parameters; dtype is one that `dilated_attention` takes.
 
     Raises:
@@ -339,6 +392,11 @@ class MultiheadDilatedAttention(ProjectedAttention):
         """The bias of in_proj, by nn.MultiheadAttention's name for it."""
         return self.in_proj.bias
 
+    def check_decoding(self) -> None:
+        """Raise ValueError unless calls of some tokens after others can equal one call of all."""
+        if self.attention.kv_ordering is not None:
+            raise ValueError(f"kv_ordering must be None for a cache, got {self.attention.kv_ordering!r}")
+
     def reset_parameters(self) -> None:
         """Draw all parameters anew, as after `to_empty` of a module made on the meta device."""
         self.out_proj.reset_parameters()
@@ -366,6 +424,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        key_start: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, None]:
         """Project, attend and project back; the arguments stand in nn.MultiheadAttention's order.
 
@@ -385,6 +445,11 @@ class MultiheadDilatedAttention(ProjectedAttention):
             average_attn_weights: without effect, as no weights are returned.
             is_causal: whether keys after the query are excluded.
             cu_seqlens, max_seqlen: of documents in one sequence, as in `dilated_attention`.
+            key_start: (batch,) int32 or int64, the row at which each sequence begins, where a batch is padded on the
+                left, as in `dilated_attention`. With a cache it is the same in every call.
+            cache: of `make_cache`. The tokens follow those of earlier calls, see them, and are added. It needs
+                is_causal=True and a call without gradients; not with key_padding_mask or cu_seqlens. Where the prompts
+                of a batch are padded on the right, write their lengths into `cache.lengths` after the first call.
 
         Returns:
             The output, shaped like query, and None in the place of the weights.
@@ -404,7 +469,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
             )
         key, value = query if key is None else key, query if value is None else value
         is_nested = isinstance(query, Tensor) and query.is_nested and query.layout is torch.strided
-        alone = key is query and value is query and key_padding_mask is None and cu_seqlens is None
+        others = (key_padding_mask, cu_seqlens, key_start, cache)
+        alone = key is query and value is query and all(x is None for x in others)
         if alone and is_nested and self.batch_first:
             return self._attend_nested(query, attn_mask, is_causal), None
         allowed = f"tokens of size {self.embed_dim} in 2 or 3 dimensions"
@@ -419,15 +485,31 @@ class MultiheadDilatedAttention(ProjectedAttention):
             padding = None if padding is None else padding[None]
         else:
             q, k, v = (x if self.batch_first else x.transpose(0, 1) for x in heads)
+        if cache is not None:
+            check_cache(cache, key_padding_mask=padding, cu_seqlens=cu_seqlens)
+            if not is_causal:
+                raise ValueError(f"is_causal must be True with a cache, got {is_causal!r}")
         if self.prepare is not None:
             check_documents(q, cu_seqlens, max_seqlen)
-            q, k = prepared("prepare", self.prepare, q, k, _positions(q, cu_seqlens))
-        options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        attended = self.attention(q, k, v, padding, **options).flatten(2)
+            q, k = prepared("prepare", self.prepare, q, k, positions(q, cache, key_start, cu_seqlens))
+        options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "key_start": key_start}
+        attended = self._attend(q, k, v, padding, cache, options).flatten(2)
         out = self.out_proj(attended if self.inner_norm is None else self.inner_norm(attended))
         if query.dim() == 2:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
+
+    def _attend(self, q, k, v, padding: Tensor | None, cache: KeyValueCache | None, options: dict) -> Tensor:
+        # The output of `dilated_attention`, also of tokens that follow others.
+        if cache is None:
+            return self.attention(q, k, v, padding, **options)
+        cache.write(k, v)
+        if not cache.is_empty:
+            k, v = cache.k, cache.v
+            options = options | {"query_start": cache.lengths}
+        attended = self.attention(q, k, v, padding, **options)
+        cache.advance(q.shape[1])
+        return attended
 
     def _attend_nested(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         # In evaluation nn.TransformerEncoder makes nested tensors of padded sequences, and gives its layers no mask.
@@ -447,13 +529,6 @@ class MultiheadDilatedAttention(ProjectedAttention):
         biases = (None,) * 3 if bias is None else bias.split(sizes)
         parts = zip(tokens, self.in_proj.weight.split(sizes), biases, strict=True)
         return [linear(*part).unflatten(-1, (-1, self.head_dim)) for part in parts]
-
-
-def _positions(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    # The position of each row: (1, seq) int64.
-    if cu_seqlens is None:
-        return torch.arange(q.shape[1], device=q.device)[None]
-    return places_of(cu_seqlens, q.shape[1])[0][None]
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:

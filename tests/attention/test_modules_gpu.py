@@ -1,4 +1,4 @@
-"""The modules on a GPU: CUDA graphs of their calls give the bits of the calls."""
+"""The modules on a GPU: CUDA graphs of their calls give the bits of the calls, and decode."""
 
 import copy
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from cases import determinism, needs_hopper
 from torch import nn
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, NeighbourhoodAttention, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.lab.sweeps.memory import captured
 
@@ -120,3 +120,34 @@ def test_an_encoder_layer_is_graphed_by_torch(repeatable):
     assert torch.equal(out, expected)
     grads = [torch.autograd.grad(y.sum(), list(m.parameters())) for y, m in ((out, layer), (expected, eager))]
     assert all(map(torch.equal, *grads))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dilated", "window"])
+def test_one_graph_of_a_step_serves_all_steps_of_unequal_lengths(kind):
+    # Expected: the call of all tokens of each sequence.
+    torch.manual_seed(0)
+    options = {"kv_heads": 1, "device": "cuda", "dtype": torch.bfloat16}
+    if kind == "dilated":
+        module = MultiheadDilatedAttention(**WIDE, batch_first=True, **options)
+        decode = lambda x, **cached: module(x, is_causal=True, **cached)[0]  # noqa: E731
+    else:
+        module = decode = NeighbourhoodAttention(128, 2, 96, is_causal=True, **options)
+    prompts, steps = (200, 317), 20
+    x = torch.randn(2, 400, 128, device="cuda", dtype=torch.bfloat16)
+    whole = torch.cat([decode(x[b : b + 1]) for b in range(2)])
+    cache, lengths = module.make_cache(2, 400), torch.tensor(prompts, dtype=torch.int32, device="cuda")
+    found = decode(x[:, : max(prompts)], cache=cache)
+    for b, length in enumerate(prompts):
+        assert (found[b, :length] - whole[b, :length]).norm() <= 0.02 * whole[b, :length].norm()
+    cache.lengths.copy_(lengths)
+    token = torch.empty(2, 1, 128, device="cuda", dtype=torch.bfloat16)
+    graph, (out,) = captured(lambda: (decode(token, cache=cache),))
+    cache.lengths.copy_(lengths)  # a call before the capture has added one
+    for step in range(steps):
+        rows = [length + step for length in prompts]
+        token.copy_(torch.stack([x[b, row : row + 1] for b, row in enumerate(rows)]))
+        graph.replay()
+        expected = torch.stack([whole[b, row : row + 1] for b, row in enumerate(rows)])
+        assert (out - expected).norm() <= 0.02 * expected.norm()
+    assert cache.lengths.tolist() == [length + steps for length in prompts]
