@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.request import Request
-from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.schedule import head_offsets
@@ -51,12 +50,16 @@ def serves(q: Tensor, k: Tensor, call: Request) -> bool:
     True
     """
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
-    if has_starts(call):  # which `launch.forward` does not read
+    if _reads_starts(call):  # which `launch.forward` does not read
         return True
     if rows > MOST_ROWS or call.cu_seqlens is not None:
         return False
     branches = zip(call.pattern.segment_lengths, call.pattern.dilation_rates, strict=True)
     return max(min(w, k.shape[1]) // r for w, r in branches) >= KEYS_PER_ROW * rows
+
+
+def _reads_starts(call: Request) -> bool:
+    return call.query_starts is not None or call.key_start is not None
 
 
 def refusal_of_starts(q: Tensor, k: Tensor, call: Request) -> str:
@@ -73,12 +76,12 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     q, k, v = as_computed(q, k, v)
     batch, queries, heads, head_dim = q.shape
     kv_heads, first, keys = k.shape[2], call.first_query, k.shape[1]
-    if call.is_causal and not has_starts(call):
+    if call.is_causal and not _reads_starts(call):
         keys = min(keys, first + queries)  # those that some query may see
     group, rows = heads // kv_heads, queries * heads // kv_heads
     columns = geometry.block_d(head_dim)
     block_n = step_keys(head_dim, k.element_size())
-    known_first = None if has_starts(call) else first
+    known_first = None if _reads_starts(call) else first
     chunk, units, parts = split(call.pattern, keys, known_first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
     table = _table(call.pattern, kv_heads, q.device)
     branches = len(call.pattern.branches)
