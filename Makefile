@@ -6,6 +6,8 @@ NBVAL := --nbval-current-env --nbval-cell-timeout=1800
 STRICT := notebooks/00_question.ipynb
 # Each file in one process, which starts once what its tests share; in the order of tests/conftest.py.
 XDIST := -n auto --dist loadfile --no-loadscope-reorder
+# What `make test-clients` installs without what it would bring.
+ALONE := natten==0.21.7
 # Tests that compare numbers, which `make test` repeats as on other processors: without AVX-512, and without any vectors.
 # torch chooses its kernels by the first variable, and oneDNN, which it calls, its own by the second.
 NUMERIC := -m "not full and not gpu"
@@ -71,9 +73,11 @@ test-public: setup  ## tests with every fallback of hilbert_lib/internals.py: wi
 		-m "not full and not gpu and not multigpu and not releases and not clients and not browser" \
 		tests/attention tests/limits tests/ring tests/test_graph_cache.py tests/test_ordering.py
 
-# An environment of its own: the others need none of these libraries.
-test-clients:  ## models of other libraries (transformers), with our attention and with their own; needs a network
+# An environment of its own: the others need none of these libraries. NATTEN is built beside the torch that is there, and
+# without CUDA, whose kernels take long to compile.
+test-clients:  ## models of other libraries, with our attention and with their own; needs a network
 	@sh scripts/setup.sh $(VENV)-clients dev,clients
+	@CUDA_VISIBLE_DEVICES= $(VENV)-clients/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation $(ALONE)
 	@$(VENV)-clients/bin/python -m pytest -rs -m clients tests/adapters
 
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved

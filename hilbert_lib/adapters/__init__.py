@@ -1,4 +1,5 @@
 """Our attention in models of other libraries, which are imported when they are used.
 
 transformers  attention implementations "hilbert_window" and "hilbert_dilated" for Hugging Face's transformers
+natten        NATTEN's na1d, na2d, na3d and modules under NATTEN's names
 """
