@@ -1,0 +1,188 @@
+"""Launches of the plain kernels for packed lists: arguments of the three kernels of `lists`."""
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.triton.arguments import Config, as_computed, is_interpreted
+from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
+from hilbert_lib.attention.triton.lists import LISTED, delta_kernel, key_kernel, query_kernel
+from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.patterns.packed_lists import PackedLists
+
+# Parts of tiles are small ones, so that tests without a GPU see them.
+INTERPRETED = {"forward": Config(64, 64), "dq": Config(32, 32), "dkv": Config(32, 64)}
+# (bytes of an element, largest head_dim) -> configuration. Lists are a few tiles long, so that latency binds: many
+# programs on a multiprocessor, and few stages. Shared memory is below 99 KiB, the least that a GPU of today has.
+CONFIGS = {
+    "forward": {
+        (2, 64): Config(64, 64, 4, 1, 128), (2, 128): Config(64, 64, 4, 1, 168), (2, 256): Config(64, 32, 8, 1),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 4, 1),
+    },
+    "dq": {
+        (2, 64): Config(64, 64, 4, 1, 128), (2, 128): Config(64, 64, 4, 1), (2, 256): Config(64, 32, 8, 1),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 4, 1),
+    },
+    "dkv": {
+        (2, 32): Config(64, 64, 4, 1, 128), (2, 64): Config(64, 64, 4, 1, 168), (2, 128): Config(64, 64, 4, 1),
+        (2, 256): Config(32, 32, 8, 1),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 4, 1),
+    },
+}  # fmt: skip
+EXTRA_PROGRAMS = 512  # of a launch for extra keys, about: with few of these, queries are parted
+
+
+def config_of(kernel: str, q: Tensor) -> Config:
+    """The configuration of a kernel for the dtype and head_dim of q."""
+    if is_interpreted():
+        return INTERPRETED[kernel]
+    configs = CONFIGS[kernel].items()
+    return next(config for (size, largest), config in configs if size == q.element_size() and q.shape[-1] <= largest)
+
+
+def forward(inputs: Tensors, lists: PackedLists, request: Request) -> tuple[Tensor, Tensor]:
+    """Output like q, and lse (batch, heads, queries)."""
+    q = inputs.q
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    inputs = Tensors(*as_computed(*inputs.with_rows))
+
+    def starts() -> list[Start]:
+        return [of_queries(inputs, lists, request, {"out": out, "lse": lse})]
+
+    tensors = (*inputs.with_rows, *lists.tensors, *masks_of(request))
+    start(starts, tensors, "lists forward", *request.options, made=(out, lse))
+    return out, lse
+
+
+def backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, lists: PackedLists, turned: PackedLists, request: Request,
+    dlse: Tensor | None = None,
+) -> Tensors:  # fmt: skip
+    """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time.
+
+    turned: the lists of the queries that see each key.
+    """
+    dtypes, (batch, queries, heads, _) = [x.dtype for x in inputs.with_rows], inputs.q.shape
+    dout, out, *computed = as_computed(dout, out, *inputs.with_rows)
+    inputs = Tensors(*computed)
+    out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    lse_and_delta = torch.empty(batch, queries, heads, dtype=torch.int64, device=lse.device)
+    grads = [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in zip(inputs[:3], dtypes, strict=False)]
+    splits = splits_of(inputs)
+    extra_grads = [torch.empty(splits, *x.shape, dtype=torch.float32, device=x.device) for x in inputs.extra]
+
+    def starts() -> list[Start]:
+        results = {"dout": dout, "lse_and_delta": lse_and_delta, "dq": grads[0]}
+        launches = [
+            of_deltas(dout, out, lse, dlse, lse_and_delta),
+            of_queries(inputs, lists, request, results),
+            of_keys(dout, inputs, lse_and_delta, turned, request, grads[1:]),
+        ]
+        if splits:
+            launches.append(of_extra_keys(dout, inputs, lse_and_delta, turned, request, extra_grads))
+        return launches
+
+    tensors = (*inputs.with_rows, dout, out, lse, dlse, *lists.tensors, *turned.tensors, *masks_of(request))
+    start(starts, tensors, "lists backward", *request.options, made=(lse_and_delta, *grads, *extra_grads))
+    return Tensors(*grads, *(parts.sum(0).to(dtypes[0]) for parts in extra_grads))
+
+
+def splits_of(inputs: Tensors) -> int:
+    """Number of parts of the queries of which gradients of extra keys are sums; 0 without extra keys."""
+    batch, extra, kv_heads, _ = inputs.extra_k.shape
+    programs = batch * kv_heads * -(-extra // config_of("dkv", inputs.q).block_n)
+    tiles = query_tiles(inputs.q)
+    return min(tiles, max(1, EXTRA_PROGRAMS // programs)) if programs else 0
+
+
+def query_tiles(q: Tensor) -> int:
+    """Number of tiles of LISTED queries."""
+    return -(-q.shape[1] // LISTED.value)
+
+
+def masks_of(request: Request) -> tuple[Tensor | None, Tensor | None]:
+    """The masks of a call that kernels read."""
+    return request.key_padding_mask, request.extra_padding_mask
+
+
+def of_deltas(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, lse_and_delta: Tensor) -> Start:
+    """The launch that puts lse and delta of each row side by side."""
+    batch, queries, heads, head_dim = out.shape
+    rows, block = batch * queries * heads, 4096 // block_d(head_dim)
+    tensors = out, dout, lse, dlse, lse_and_delta
+    sizes = {"rows": rows, "q_rows": queries, "heads": heads, "HEAD_DIM": head_dim}
+    sizes |= {"BLOCK_D": block_d(head_dim), "BLOCK_M": block}
+    return Start(delta_kernel, (-(-rows // block),), (*tensors, *dout.stride()[:3]), sizes)
+
+
+def of_queries(inputs: Tensors, lists: PackedLists, request: Request, results: dict[str, Tensor]) -> Start:
+    """The launch of the forward or, where `results` hold dq, of dq. q stands in for tensors that are not used."""
+    q, backward = inputs.q, "dq" in results
+    config = config_of("dq" if backward else "forward", q)
+    named = dict.fromkeys(("out", "lse", "dout", "lse_and_delta", "dq"), q) | results
+    named |= dict(zip(("k", "v", "extra_k", "extra_v"), inputs.with_rows[1:], strict=True))
+    named |= (
+        _strides("qkvefd", (*inputs.with_rows, named["dout"])) | _of_lists(lists) | _common(inputs, request, config)
+    )
+    named |= _padding("padding", request.key_padding_mask, q) | _padding("extra_padding", request.extra_padding_mask, q)
+    named |= {"EXTRA": inputs.extra_k.shape[1] > 0, "BACKWARD": backward}
+    programs = lists.blocks * (named["OWN"] // config.block_m) * q.shape[2]
+    return Start(query_kernel, (programs, q.shape[0]), (q,), named)
+
+
+def of_keys(
+    dout: Tensor, inputs: Tensors, lse_and_delta: Tensor, turned: PackedLists, request: Request, results: list[Tensor]
+) -> Start:  # fmt: skip
+    """The launch of dk and dv of the listed keys."""
+    config = config_of("dkv", inputs.q)
+    named = _of_keys(dout, inputs, inputs.k, inputs.v, lse_and_delta, turned, request, config, results)
+    named |= _padding("padding", request.key_padding_mask, inputs.q) | {"tiles": 0, "EXTRA": False}
+    programs = turned.blocks * (named["OWN"] // config.block_n) * inputs.k.shape[2]
+    return Start(key_kernel, (programs, inputs.q.shape[0]), (inputs.q,), named)
+
+
+def of_extra_keys(
+    dout: Tensor, inputs: Tensors, lse_and_delta: Tensor, turned: PackedLists, request: Request, results: list[Tensor]
+) -> Start:  # fmt: skip
+    """The launch of dk and dv of the extra keys, in parts."""
+    config, splits = config_of("dkv", inputs.q), len(results[0])
+    named = _of_keys(dout, inputs, *inputs.extra, lse_and_delta, turned, request, config, results)
+    named |= _padding("padding", request.extra_padding_mask, inputs.q) | {"EXTRA": True}
+    named |= {"tiles": -(-query_tiles(inputs.q) // splits)}
+    programs = -(-inputs.extra_k.shape[1] // config.block_n) * inputs.k.shape[2]
+    return Start(key_kernel, (programs, inputs.q.shape[0], splits), (inputs.q,), named)
+
+
+def _of_keys(
+    dout: Tensor, inputs: Tensors, k: Tensor, v: Tensor, lse_and_delta: Tensor, turned: PackedLists, request: Request,
+    config: Config, results: list[Tensor],
+) -> dict:  # fmt: skip
+    # What both launches of `key_kernel` share.
+    named = {"k": k, "v": v, "dout": dout, "lse_and_delta": lse_and_delta, "dk": results[0], "dv": results[1]}
+    return named | _strides("qkvd", (inputs.q, k, v, dout)) | _of_lists(turned) | _common(inputs, request, config)
+
+
+def _padding(name: str, mask: Tensor | None, q: Tensor) -> dict:
+    return {name: q if mask is None else mask.contiguous(), name.upper(): mask is not None}
+
+
+def _of_lists(lists: PackedLists) -> dict:
+    own, starts, listed, words = lists.tensors
+    return {"own": own, "starts": starts, "listed": listed, "words": words, "OWN": words.shape[1]}
+
+
+def _common(inputs: Tensors, request: Request, config: Config) -> dict:
+    q, k, head_dim = inputs.q, inputs.k, inputs.q.shape[3]
+    named = {
+        "scale": request.scale, "heads": q.shape[2], "group": q.shape[2] // k.shape[2],
+        "extra": inputs.extra_k.shape[1], "q_rows": q.shape[1], "k_rows": k.shape[1],
+        "HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "PRECISION": products_of_float32(), "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    return named if config.maxnreg is None else named | {"maxnreg": config.maxnreg}
+
+
+def _strides(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    pairs = zip(names, tensors, strict=True)
+    return {f"stride_{name}{axis}": x.stride(n) for name, x in pairs for n, axis in enumerate("bnh")}
