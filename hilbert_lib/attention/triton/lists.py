@@ -112,8 +112,8 @@ def _walk(
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     for part in range(first * PARTS, last * PARTS):
-        tile = (part // PARTS).to(tl.int64)
-        begin = part % PARTS * BLOCK_N
+        tile = part // PARTS
+        begin = (part - tile * PARTS) * BLOCK_N
         key = tl.load(listed + tile * LISTED + begin + cols).to(tl.int64)  # [BLOCK_N]
         is_key = key >= 0  # [BLOCK_N]
         allowed = _sees(words, tile, places, begin, OWN, BLOCK_N)  # [BLOCK_M, BLOCK_N]
@@ -181,7 +181,7 @@ def query_kernel(
         d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
         d_tile = tl.load(d_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
         lse_row, delta_row = _of_row(lse_and_delta, (b * q_rows + row) * heads + h, exists)  # [BLOCK_M] each
-    first, last = tl.load(starts + block), tl.load(starts + block + 1)
+    first, last = tl.load(starts + block).to(tl.int64), tl.load(starts + block + 1).to(tl.int64)
     k_head, v_head = k + b * stride_kb + g * stride_kh, v + b * stride_vb + g * stride_vh
     extra_k_head, extra_v_head = extra_k + b * stride_eb + g * stride_eh, extra_v + b * stride_fb + g * stride_fh
     padding_row, extra_padding_row = padding + b * k_rows, extra_padding + b * extra
@@ -231,12 +231,12 @@ def key_kernel(
         places = tl.program_id(0) // kv_heads * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         row, keys = places.to(tl.int64), extra  # [BLOCK_N], scalar
         exists = places < extra  # [BLOCK_N]
-        first = tl.program_id(2) * tiles
+        first = tl.program_id(2).to(tl.int64) * tiles
         last = tl.minimum(first + tiles, tl.cdiv(q_rows, LISTED))
     else:
         block, places, row, g = _place(own, tl.program_id(0), kv_heads, OWN, BLOCK_N)
         keys, exists = k_rows, row >= 0  # scalar, [BLOCK_N]
-        first, last = tl.load(starts + block), tl.load(starts + block + 1)
+        first, last = tl.load(starts + block).to(tl.int64), tl.load(starts + block + 1).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
     row_mask = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
@@ -253,12 +253,12 @@ def key_kernel(
     for h in range(g * group, (g + 1) * group):
         for part in range(first * PARTS, last * PARTS):
             if EXTRA:
-                query = part.to(tl.int64) * BLOCK_M + cols  # [BLOCK_M]
+                query = part * BLOCK_M + cols  # [BLOCK_M]
                 is_query = query < q_rows  # [BLOCK_M]
                 allowed = has_weight[:, None] & is_query[None, :]  # [BLOCK_N, BLOCK_M]
             else:
-                tile = (part // PARTS).to(tl.int64)
-                begin = part % PARTS * BLOCK_M
+                tile = part // PARTS
+                begin = (part - tile * PARTS) * BLOCK_M
                 query = tl.load(listed + tile * LISTED + begin + cols).to(tl.int64)  # [BLOCK_M]
                 is_query = query >= 0  # [BLOCK_M]
                 allowed = _sees(words, tile, places, begin, OWN, BLOCK_M)  # [BLOCK_N, BLOCK_M]

@@ -1,0 +1,130 @@
+"""The kernels for packed lists equal a float64 oracle; without a GPU they run here in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.patterns.all_pairs import AllPairs
+from hilbert_lib.patterns.packed_lists import PackedLists
+
+launch = pytest.importorskip(
+    "hilbert_lib.attention.triton.lists_launch", reason="triton has no build for this platform"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Relative to the largest value: sums over few keys in half precision have few digits.
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def drawn(queries: int, keys: int, heads: tuple[int, int], head_dim: int, dtype=torch.float32, extra=0, masks=False):
+    """A relation with rows that see nothing and rows that nobody sees, and a call on it."""
+    mask = torch.rand(queries, keys) < 0.3
+    mask[1 : queries // 2 : 40] = False
+    mask[:, 1 : keys // 2 : 40] = False
+    counts = {"q": queries, "k": keys, "v": keys, "extra_k": extra, "extra_v": extra}
+    given = [torch.randn(2, n, heads[x != "q"], head_dim).to(DEVICE, dtype) for x, n in counts.items()]
+    padding = torch.rand(2, keys) < 0.3 if masks else None
+    extra_padding = torch.rand(2, extra) < 0.3 if masks and extra else None
+    orders = torch.randperm(queries), torch.randperm(keys)
+    lists = PackedLists.from_mask(mask, *orders).to(DEVICE)
+    turned = PackedLists.from_mask(mask.T, *orders[::-1]).to(DEVICE)
+    request = Request(
+        AllPairs(),
+        scale=head_dim**-0.5,
+        key_padding_mask=on_device(padding),
+        extra_padding_mask=on_device(extra_padding),
+    )
+    return Tensors(*given), lists, turned, request, mask
+
+
+def on_device(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(DEVICE)
+
+
+def oracle(inputs: Tensors, mask: Tensor, request: Request) -> tuple[Tensor, Tensor]:
+    """out and lse in float64: every pair, one softmax."""
+    q, k, v, extra_k, extra_v = inputs[:5]
+    batch, queries, heads, _ = q.shape
+    sees = mask[None].expand(batch, -1, -1)
+    if request.key_padding_mask is not None:
+        sees = sees & ~request.key_padding_mask.cpu()[:, None]
+    sees_extra = torch.ones(batch, queries, extra_k.shape[1], dtype=torch.bool)
+    if request.extra_padding_mask is not None:
+        sees_extra = sees_extra & ~request.extra_padding_mask.cpu()[:, None]
+    sees = torch.cat([sees, sees_extra], 2)[:, None]
+    k, v = (torch.cat(x, 1).repeat_interleave(heads // k.shape[2], 2) for x in ((k, extra_k), (v, extra_v)))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * request.scale
+    scores = scores.masked_fill(~sees, -torch.inf)
+    lse = scores.logsumexp(3)
+    weights = torch.where(sees, (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp(), 0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+
+
+def check(inputs: Tensors, lists: PackedLists, turned: PackedLists, request: Request, mask: Tensor, with_dlse=True):
+    """Output, lse and all gradients beside the oracle's."""
+    tolerance = TOLERANCES[inputs.q.dtype]
+    out, lse = launch.forward(inputs, lists, request)
+    leaves = Tensors(*(x.double().cpu().requires_grad_() for x in inputs[:5]))
+    expected, expected_lse = oracle(leaves, mask, request)
+    has_keys = expected_lse.isfinite()
+    assert lse.cpu().isfinite().equal(has_keys)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse.detach(), rtol=tolerance, atol=tolerance)
+    assert_close("out", out, expected, tolerance)
+    dout = torch.randn(out.shape).to(DEVICE, out.dtype)
+    dlse = torch.randn(lse.shape).to(DEVICE) if with_dlse else None
+    value = (expected * dout.double().cpu()).sum()
+    if with_dlse:
+        value = value + (expected_lse * dlse.double().cpu())[has_keys].sum()
+    wanted = torch.autograd.grad(value, leaves[:5])
+    grads = launch.backward(dout, inputs, out, lse, lists, turned, request, dlse)
+    again = launch.backward(dout, inputs, out, lse, lists, turned, request, dlse)
+    for name, grad, other, right, x in zip(Tensors._fields, grads, again, wanted, inputs, strict=False):
+        assert grad.dtype == x.dtype
+        assert grad.equal(other), f"the bits of {name}'s gradient"
+        assert_close(f"gradient of {name}", grad, right, tolerance)
+
+
+def assert_close(name: str, x: Tensor, expected: Tensor, tolerance: float):
+    assert x.shape == expected.shape, name
+    torch.testing.assert_close(
+        x.double().cpu(), expected.detach(), rtol=0, atol=tolerance * expected.abs().max().item() if x.numel() else 0.0,
+        msg=lambda text: f"{name}: {text}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "head_dim", "dtype", "extra", "masks"),
+    [
+        ((70, 130), (2, 1), 16, torch.float32, 0, False),
+        ((130, 70), (2, 2), 18, torch.bfloat16, 3, True),
+        ((64, 64), (3, 1), 48, torch.float16, 70, True),
+        ((1, 65), (1, 1), 64, torch.float32, 0, True),
+        ((65, 1), (1, 1), 8, torch.float32, 1, False),
+        ((40, 70), (1, 1), 256, torch.float32, 0, False),
+    ],
+)
+def test_output_lse_and_gradients_equal_the_oracle(sizes, heads, head_dim, dtype, extra, masks):
+    torch.manual_seed(0)
+    check(*drawn(*sizes, heads, head_dim, dtype, extra, masks), with_dlse=head_dim != 16)
+
+
+def test_what_is_no_number_in_v_reaches_only_those_who_see_it():
+    torch.manual_seed(1)
+    inputs, lists, turned, request, mask = drawn(70, 80, (2, 2), 16, extra=2)
+    for bad in (torch.nan, torch.inf):
+        v = inputs.v.clone()
+        v[0, 7, 1, 3] = bad
+        out, lse = launch.forward(inputs._replace(v=v), lists, request)
+        clean, clean_lse = launch.forward(inputs, lists, request)
+        sees = torch.zeros(out.shape, dtype=torch.bool)
+        sees[0, :, 1, 3] = mask[:, 7]
+        assert out.isfinite().logical_not().cpu().equal(sees)
+        assert out.cpu()[~sees].equal(clean.cpu()[~sees])
+        assert lse.equal(clean_lse)
+        dout = torch.randn_like(out)
+        dout[0, mask[:, 7], 1] = 0.0  # and delta 0 * NaN of those who see it
+        grads = launch.backward(dout, inputs._replace(v=v), clean, lse, lists, turned, request)
+        assert grads.q[0, ~mask[:, 7]].isfinite().all()
+        assert grads.v.isfinite().all()
+        assert grads.k[:, torch.arange(80) != 7].isfinite().all()
