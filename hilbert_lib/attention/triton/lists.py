@@ -27,19 +27,19 @@ def _place(own, program, heads, OWN: tl.constexpr, BLOCK: tl.constexpr):
     head = (program % heads).to(tl.int64)  # a head's stride times its number may pass 2^31
     part = program // heads
     block = part // (OWN // BLOCK)
-    places = part % (OWN // BLOCK) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    row = tl.load(own + block * OWN + places).to(tl.int64)  # [BLOCK]
+    places = part % (OWN // BLOCK) * BLOCK + tl.arange(0, BLOCK)  # [rows]
+    row = tl.load(own + block * OWN + places).to(tl.int64)  # [rows]
     return block, places, row, head
 
 
 @triton.jit
 def _sees(words, tile, places, first, OWN: tl.constexpr, BLOCK: tl.constexpr):
     """Whether rows of a block and BLOCK rows of a tile, from the first on, see each other."""
-    cols = tl.arange(0, BLOCK)  # [BLOCK]
+    cols = tl.arange(0, BLOCK)  # [rows]
     halves = words.to(tl.pointer_type(tl.int32)) + (tile * OWN + places) * 2  # [rows]
     if BLOCK == LISTED:
         low, high = tl.load(halves), tl.load(halves + 1)  # [rows] each
-        word = tl.where(cols[None, :] < 32, low[:, None], high[:, None])  # [rows, BLOCK]
+        word = tl.where(cols[None, :] < 32, low[:, None], high[:, None])  # [rows, columns]
     else:
         word = tl.load(halves + first // 32)[:, None]  # [rows, 1]
     return (word >> ((first + cols) % 32)[None, :]) & 1 != 0
@@ -87,9 +87,9 @@ def _gradients(
 @triton.jit
 def _of_row(lse_and_delta, at, exists):
     """lse to base 2, +inf for rows without keys, whose weights are then 0; and delta."""
-    both = tl.load(lse_and_delta + at, mask=exists, other=0)  # [rows]
-    lse_row = both.to(tl.int32).to(tl.float32, bitcast=True)  # [rows]
-    delta_row = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [rows]
+    both = tl.load(lse_and_delta + at, mask=exists, other=0)  # [BLOCK_M]
+    lse_row = both.to(tl.int32).to(tl.float32, bitcast=True)  # [BLOCK_M]
+    delta_row = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)  # [BLOCK_M]
     return lse_row, delta_row
 
 
@@ -129,9 +129,13 @@ def _walk(
         if CAREFUL:
             acc, v_tile = _marked(acc, v_tile, allowed, PRECISION)  # [BLOCK_M, BLOCK_D], [BLOCK_N, BLOCK_D]
         if BACKWARD:
-            acc = _gradients(acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION)
+            acc = _gradients(
+                acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
+            )  # [BLOCK_M, BLOCK_D]
         else:
-            acc, total, m = _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION)
+            acc, total, m = _joined(
+                acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION
+            )  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
     if EXTRA:
         for j in range(0, extra, BLOCK_N):
             is_key = j + cols < extra  # [BLOCK_N]
@@ -149,9 +153,13 @@ def _walk(
             if CAREFUL:
                 acc, v_tile = _marked(acc, v_tile, allowed, PRECISION)  # [BLOCK_M, BLOCK_D], [BLOCK_N, BLOCK_D]
             if BACKWARD:
-                acc = _gradients(acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION)
+                acc = _gradients(
+                    acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
+                )  # [BLOCK_M, BLOCK_D]
             else:
-                acc, total, m = _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION)
+                acc, total, m = _joined(
+                    acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION
+                )  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
     return acc, total, m
 
 
@@ -167,7 +175,7 @@ def query_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries of one block and head or, with BACKWARD, dq."""
-    block, places, row, h = _place(own, tl.program_id(0), heads, OWN, BLOCK_M)
+    block, places, row, h = _place(own, tl.program_id(0), heads, OWN, BLOCK_M)  # scalar, [BLOCK_M], [BLOCK_M], scalar
     b = tl.program_id(1).to(tl.int64)
     g = h // group
     exists = row >= 0  # [BLOCK_M]
@@ -234,7 +242,9 @@ def key_kernel(
         first = tl.program_id(2).to(tl.int64) * tiles
         last = tl.minimum(first + tiles, tl.cdiv(q_rows, LISTED))
     else:
-        block, places, row, g = _place(own, tl.program_id(0), kv_heads, OWN, BLOCK_N)
+        block, places, row, g = _place(
+            own, tl.program_id(0), kv_heads, OWN, BLOCK_N
+        )  # scalar, [BLOCK_N], [BLOCK_N], scalar
         keys, exists = k_rows, row >= 0  # scalar, [BLOCK_N]
         first, last = tl.load(starts + block).to(tl.int64), tl.load(starts + block + 1).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
