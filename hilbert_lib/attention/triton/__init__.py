@@ -6,6 +6,7 @@ geometry   positions of a tile's rows in the segments of a branch
 forward    output and lse
 backward   dq; dk and dv
 grid       windows on a grid, for tokens in any order; `grid_launch` starts them
+lists      rows that see listed rows, whatever the geometry; `lists_launch` starts them
 hopper     forward and backward on a Hopper GPU, warp-specialised
 decode     a few queries against many keys
 merge      all partial results of dense kernels at once

@@ -188,8 +188,8 @@ def query_kernel(
     if BACKWARD:
         d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
         d_tile = tl.load(d_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-        lse_row, delta_row = _of_row(lse_and_delta, (b * q_rows + row) * heads + h, exists)  # [BLOCK_M] each
-    first, last = tl.load(starts + block).to(tl.int64), tl.load(starts + block + 1).to(tl.int64)
+        lse_row, delta_row = _of_row(lse_and_delta, (b * heads + h) * q_rows + row, exists)  # [BLOCK_M] each
+    first, last = tl.load(starts + block), tl.load(starts + block + 1)
     k_head, v_head = k + b * stride_kb + g * stride_kh, v + b * stride_vb + g * stride_vh
     extra_k_head, extra_v_head = extra_k + b * stride_eb + g * stride_eh, extra_v + b * stride_fb + g * stride_fh
     padding_row, extra_padding_row = padding + b * k_rows, extra_padding + b * extra
@@ -217,50 +217,24 @@ def query_kernel(
         tl.store(lse + (b * heads + h) * q_rows + row, result_lse, mask=exists)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def key_kernel(
-    q, k, v, dout, lse_and_delta, dk, dv, own, starts, listed, words, padding, scale,
-    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    stride_db, stride_dn, stride_dh,
-    heads, group, extra, q_rows, k_rows, tiles,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PADDING: tl.constexpr, EXTRA: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _key_walk(
+    k_tile, v_tile, q_head, d_head, lse_and_delta, listed, words, places, has_weight, first_head, group, first, last,
+    q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
+    HEAD_DIM: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys of one block and KV head, over the queries that see them: the lists turned round.
+    """dk, without the scale, and dv of some keys, over the queries of tiles first to last - 1 in all heads of a group.
 
-    With EXTRA they are extra keys, which all queries see. Program axis 2 then parts the queries, `tiles` tiles each,
-    and dk and dv are sums of parts, in float32.
+    With EXTRA these are rows in order. With CAREFUL a value that is not finite reaches only those who see it.
     """
     PARTS: tl.constexpr = LISTED // BLOCK_M
-    kv_heads = heads // group
-    b = tl.program_id(1).to(tl.int64)
-    if EXTRA:
-        g = (tl.program_id(0) % kv_heads).to(tl.int64)
-        places = tl.program_id(0) // kv_heads * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        row, keys = places.to(tl.int64), extra  # [BLOCK_N], scalar
-        exists = places < extra  # [BLOCK_N]
-        first = tl.program_id(2).to(tl.int64) * tiles
-        last = tl.minimum(first + tiles, tl.cdiv(q_rows, LISTED))
-    else:
-        block, places, row, g = _place(
-            own, tl.program_id(0), kv_heads, OWN, BLOCK_N
-        )  # scalar, [BLOCK_N], [BLOCK_N], scalar
-        keys, exists = k_rows, row >= 0  # scalar, [BLOCK_N]
-        first, last = tl.load(starts + block).to(tl.int64), tl.load(starts + block + 1).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    dims = tl.arange(0, k_tile.shape[1])  # [BLOCK_D]
     in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
-    row_mask = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
-    k_ptrs = k + b * stride_kb + g * stride_kh + row[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
-    v_ptrs = v + b * stride_vb + g * stride_vh + row[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
-    k_tile = tl.load(k_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-    v_tile = tl.load(v_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-    has_weight = exists  # [BLOCK_N]
-    if PADDING:
-        has_weight &= tl.load(padding + b * keys + row, mask=exists, other=1) == 0
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dk_acc = tl.zeros(k_tile.shape, tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv_acc = tl.zeros(k_tile.shape, tl.float32)  # [BLOCK_N, BLOCK_D]
     cols = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    for h in range(g * group, (g + 1) * group):
+    for h in range(first_head, first_head + group):
         for part in range(first * PARTS, last * PARTS):
             if EXTRA:
                 query = part * BLOCK_M + cols  # [BLOCK_M]
@@ -275,23 +249,76 @@ def key_kernel(
                 if PADDING:
                     allowed &= has_weight[:, None]
             query_mask = is_query[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
-            q_ptrs = (
-                q + b * stride_qb + h * stride_qh + query[:, None] * stride_qn + dims[None, :]
-            )  # [BLOCK_M, BLOCK_D]
-            d_ptrs = (
-                dout + b * stride_db + h * stride_dh + query[:, None] * stride_dn + dims[None, :]
-            )  # [BLOCK_M, BLOCK_D]
+            q_ptrs = q_head + h * stride_qh + query[:, None] * stride_qn + dims[None, :]  # [BLOCK_M, BLOCK_D]
+            d_ptrs = d_head + h * stride_dh + query[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
             q_tile = tl.load(q_ptrs, mask=query_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
             d_tile = tl.load(d_ptrs, mask=query_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            lse_row, delta_row = _of_row(lse_and_delta, (b * q_rows + query) * heads + h, is_query)  # [BLOCK_M] each
+            lse_row, delta_row = _of_row(lse_and_delta, h * q_rows + query, is_query)  # [BLOCK_M] each
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             weights = tl.where(
                 allowed, tl.exp2(scores * (scale * LOG2_E) - lse_row[None, :]), 0.0
             )  # [BLOCK_N, BLOCK_M]
             dv_acc = tl.dot(weights.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
             slopes = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-            slopes = tl.where(allowed, weights * (slopes - delta_row[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
+            slopes = weights * (slopes - delta_row[None, :])  # [BLOCK_N, BLOCK_M]
+            if CAREFUL:
+                slopes = tl.where(allowed, slopes, 0.0)  # [BLOCK_N, BLOCK_M]
             dk_acc = tl.dot(slopes.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def key_kernel(
+    q, k, v, dout, lse_and_delta, dk, dv, own, starts, listed, words, padding, scale,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    heads, group, extra, q_rows, k_rows, tiles,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PADDING: tl.constexpr, EXTRA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys of one block and KV head, over the queries that see them: the lists turned round.
+
+    With EXTRA they are extra keys, which all queries see. Program axis 2 then parts the queries, `tiles` tiles each,
+    and dk and dv are sums of parts, in float32.
+    """
+    kv_heads = heads // group
+    b = tl.program_id(1).to(tl.int64)
+    if EXTRA:
+        g = (tl.program_id(0) % kv_heads).to(tl.int64)
+        places = tl.program_id(0) // kv_heads * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        row, keys = places.to(tl.int64), extra  # [BLOCK_N], scalar
+        exists = places < extra  # [BLOCK_N]
+        first = tl.program_id(2) * tiles
+        last = tl.minimum(first + tiles, tl.cdiv(q_rows, LISTED))
+    else:
+        block, places, row, g = _place(
+            own, tl.program_id(0), kv_heads, OWN, BLOCK_N
+        )  # scalar, [BLOCK_N], [BLOCK_N], scalar
+        keys, exists = k_rows, row >= 0  # scalar, [BLOCK_N]
+        first, last = tl.load(starts + block), tl.load(starts + block + 1)
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    row_mask = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+    k_ptrs = k + b * stride_kb + g * stride_kh + row[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    v_ptrs = v + b * stride_vb + g * stride_vh + row[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    k_tile = tl.load(k_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    v_tile = tl.load(v_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    has_weight = exists  # [BLOCK_N]
+    if PADDING:
+        has_weight &= tl.load(padding + b * keys + row, mask=exists, other=1) == 0
+    q_head, d_head = q + b * stride_qb, dout + b * stride_db
+    dk_acc, dv_acc = _key_walk(  # [BLOCK_N, BLOCK_D] each
+        k_tile, v_tile, q_head, d_head, lse_and_delta + b * heads * q_rows, listed, words, places, has_weight,
+        g * group, group, first, last, q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
+        HEAD_DIM, OWN, BLOCK_M, PADDING, EXTRA, False, PRECISION,
+    )  # fmt: skip
+    # 0 * NaN is NaN: a row of v that is not finite has no slope where nobody sees it.
+    if tl.max(tl.max(((dk_acc - dk_acc) != 0.0).to(tl.int32), 1), 0) > 0:
+        dk_acc, dv_acc = _key_walk(  # [BLOCK_N, BLOCK_D] each
+            k_tile, v_tile, q_head, d_head, lse_and_delta + b * heads * q_rows, listed, words, places, has_weight,
+            g * group, group, first, last, q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
+            HEAD_DIM, OWN, BLOCK_M, PADDING, EXTRA, True, PRECISION,
+        )  # fmt: skip
     if EXTRA:
         b += tl.program_id(2).to(tl.int64) * tl.num_programs(1)
     to = ((b * keys + row) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, BLOCK_D]
@@ -307,7 +334,7 @@ def delta_kernel(
     """lse to base 2 in the lower half of an int64, delta in the upper: what a gradient reads of a row, read at once.
 
     delta is the sum of dout * out over head_dim, less dlse, which lies like lse, or is None. out is dense, a row is one
-    (sequence, query, head), and lse_and_delta has them in this order.
+    (sequence, query, head); lse_and_delta lies like lse.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -329,4 +356,4 @@ def delta_kernel(
     lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
     low, high = lse_row.to(tl.int32, bitcast=True), delta.to(tl.int32, bitcast=True)  # [BLOCK_M] each
     both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)  # [BLOCK_M]
-    tl.store(lse_and_delta + row, both, mask=exists)
+    tl.store(lse_and_delta + scalars, both, mask=exists)

@@ -63,11 +63,11 @@ def backward(
 
     turned: the lists of the queries that see each key.
     """
-    dtypes, (batch, queries, heads, _) = [x.dtype for x in inputs.with_rows], inputs.q.shape
+    dtypes = [x.dtype for x in inputs.with_rows]
     dout, out, *computed = as_computed(dout, out, *inputs.with_rows)
     inputs = Tensors(*computed)
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
-    lse_and_delta = torch.empty(batch, queries, heads, dtype=torch.int64, device=lse.device)
+    lse_and_delta = torch.empty(lse.shape, dtype=torch.int64, device=lse.device)
     grads = [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in zip(inputs[:3], dtypes, strict=False)]
     splits = splits_of(inputs)
     extra_grads = [torch.empty(splits, *x.shape, dtype=torch.float32, device=x.device) for x in inputs.extra]
