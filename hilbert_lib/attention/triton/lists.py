@@ -138,17 +138,18 @@ def _walk(
             )  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
     if EXTRA:
         for j in range(0, extra, BLOCK_N):
-            is_key = j + cols < extra  # [BLOCK_N]
+            key = (j + cols).to(tl.int64)  # [BLOCK_N]
+            is_key = key < extra  # [BLOCK_N]
             has_weight = is_key  # [BLOCK_N]
             if EXTRA_PADDING:
-                has_weight &= tl.load(extra_padding + j + cols, mask=is_key, other=1) == 0
+                has_weight &= tl.load(extra_padding + key, mask=is_key, other=1) == 0
             allowed = has_weight[None, :] & (places >= 0)[:, None]  # [BLOCK_M, BLOCK_N]
             key_mask = is_key[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
             k_tile = tl.load(
-                extra_k_head + (j + cols)[:, None] * stride_en + dims[None, :], mask=key_mask, other=0.0
+                extra_k_head + key[:, None] * stride_en + dims[None, :], mask=key_mask, other=0.0
             )  # [BLOCK_N, BLOCK_D]
             v_tile = tl.load(
-                extra_v_head + (j + cols)[:, None] * stride_fn + dims[None, :], mask=key_mask, other=0.0
+                extra_v_head + key[:, None] * stride_fn + dims[None, :], mask=key_mask, other=0.0
             )  # [BLOCK_N, BLOCK_D]
             if CAREFUL:
                 acc, v_tile = _marked(acc, v_tile, allowed, PRECISION)  # [BLOCK_M, BLOCK_D], [BLOCK_N, BLOCK_D]
@@ -237,7 +238,7 @@ def _key_walk(
     for h in range(first_head, first_head + group):
         for part in range(first * PARTS, last * PARTS):
             if EXTRA:
-                query = part * BLOCK_M + cols  # [BLOCK_M]
+                query = (part * BLOCK_M + cols).to(tl.int64)  # [BLOCK_M]
                 is_query = query < q_rows  # [BLOCK_M]
                 allowed = has_weight[:, None] & is_query[None, :]  # [BLOCK_N, BLOCK_M]
             else:
