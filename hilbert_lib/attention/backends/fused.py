@@ -21,16 +21,16 @@ from hilbert_lib.machine import get_gpu_info, kernel_mode
 
 
 @compile_time_constant
-def absence(device: torch.device) -> str:
-    """Why the fused kernels do not run on a device, or ""."""
+def absence(device: torch.device, shared_bytes: int = limits.SHARED_BYTES) -> str:
+    """Why the fused kernels do not run on a device, or "". shared_bytes: shared memory that their tiles need."""
     if kernel_mode() == "absent":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         return "no GPU; with TRITON_INTERPRET=1 its kernels are interpreted"
     if kernel_mode() == "compiled" and device.type != "cuda":
         return f"needs a CUDA device, got {device.type}"
-    if device.type == "cuda" and (room := get_gpu_info(device).shared_memory_bytes) < limits.SHARED_BYTES:
-        return f"its tiles need {limits.SHARED_BYTES} bytes of shared memory, this GPU has {room}"
+    if device.type == "cuda" and (room := get_gpu_info(device).shared_memory_bytes) < shared_bytes:
+        return f"its tiles need {shared_bytes} bytes of shared memory, this GPU has {room}"
     return ""
 
 

@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend
+from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, Backend, Backward, Forward
+from hilbert_lib.attention.backends.fused import absence, kernel_limits
+from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.grid_parts import as_returned
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.triton import limits
 from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists, both_ways
 from hilbert_lib.patterns.points import ListedPairs
 
@@ -187,7 +190,52 @@ def _weighted(weights: Tensor, block: _Queries) -> Tensor:
     return out
 
 
+def _kernels(device: torch.device) -> tuple[Forward, Backward]:
+    try:
+        from hilbert_lib.attention.triton import lists_launch  # triton is imported only where a kernel is used
+    except (ImportError, AttributeError) as error:
+        raise not_compiled("the module of kernels for lists", error) from error
+
+    return lists_launch.forward, lists_launch.backward
+
+
+def _kernel_limits(q: Tensor, request: Request) -> str:
+    if q.shape[0] > MOST_SEQUENCES:
+        return f"serves up to {MOST_SEQUENCES:,} sequences, got {q.shape[0]:,}"
+    if (tiles := max(map(len, request.lists[2::4]), default=0)) > limits.TILES:
+        return f"serves up to {limits.TILES:,} tiles of lists, got {tiles:,}"
+    return kernel_limits(q, q.shape[1], request.scale)
+
+
+def _kernel_workspace(
+    arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+) -> dict[str, int]:
+    # The scratch of `lists_launch.py`. Interpreted kernels count as compiled ones.
+    if direction == "forward":
+        return {}
+    from hilbert_lib.attention.triton import lists_launch  # triton is imported only where a kernel is used
+
+    inputs = Tensors(*arguments[1])
+    workspace = {"lse and delta": 8 * inputs.q.numel() // inputs.q.shape[3]}
+    if splits := lists_launch.splits_of(inputs):
+        workspace["parts of the gradients of extra keys, float32"] = 2 * 4 * splits * inputs.extra_k.numel()
+    return workspace
+
+
 BACKENDS = (
+    Backend(
+        serves=ListedPairs,
+        name="triton",
+        note="kernels that walk over lists of keys",
+        colour="#D55E00",
+        functions=_kernels,
+        limits=_kernel_limits,
+        of_keys=lambda q, k, request: kernel_limits(q, k.shape[1], request.scale),
+        here=lambda q, request: absence(q.device, limits.LISTS_SHARED_BYTES),
+        caveat=CAVEAT,
+        workspace=_kernel_workspace,
+        options=("lists",),
+    ),
     Backend(
         serves=ListedPairs,
         name="eager",

@@ -8,7 +8,7 @@ from hilbert_lib.attention.triton.arguments import Config, as_computed, is_inter
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.lists import LISTED, delta_kernel, key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Start, start
-from hilbert_lib.patterns.packed_lists import PackedLists
+from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
 
 # Parts of tiles are small ones, so that tests without a GPU see them.
 INTERPRETED = {"forward": Config(64, 64), "dq": Config(32, 32), "dkv": Config(32, 64)}
@@ -40,7 +40,7 @@ def config_of(kernel: str, q: Tensor) -> Config:
     return next(config for (size, largest), config in configs if size == q.element_size() and q.shape[-1] <= largest)
 
 
-def forward(inputs: Tensors, lists: PackedLists, request: Request) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, queries)."""
     q = inputs.q
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -48,21 +48,16 @@ def forward(inputs: Tensors, lists: PackedLists, request: Request) -> tuple[Tens
     inputs = Tensors(*as_computed(*inputs.with_rows))
 
     def starts() -> list[Start]:
-        return [of_queries(inputs, lists, request, {"out": out, "lse": lse})]
+        return [of_queries(inputs, request, {"out": out, "lse": lse})]
 
-    tensors = (*inputs.with_rows, *lists.tensors, *masks_of(request))
-    start(starts, tensors, "lists forward", *request.options, made=(out, lse))
+    start(starts, (*inputs.with_rows, *tensors_of(request)), "lists forward", *request.options, made=(out, lse))
     return out, lse
 
 
 def backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, lists: PackedLists, turned: PackedLists, request: Request,
-    dlse: Tensor | None = None,
-) -> Tensors:  # fmt: skip
-    """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time.
-
-    turned: the lists of the queries that see each key.
-    """
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
+    """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
     dtypes = [x.dtype for x in inputs.with_rows]
     dout, out, *computed = as_computed(dout, out, *inputs.with_rows)
     inputs = Tensors(*computed)
@@ -73,17 +68,16 @@ def backward(
     extra_grads = [torch.empty(splits, *x.shape, dtype=torch.float32, device=x.device) for x in inputs.extra]
 
     def starts() -> list[Start]:
-        results = {"dout": dout, "lse_and_delta": lse_and_delta, "dq": grads[0]}
         launches = [
             of_deltas(dout, out, lse, dlse, lse_and_delta),
-            of_queries(inputs, lists, request, results),
-            of_keys(dout, inputs, lse_and_delta, turned, request, grads[1:]),
+            of_queries(inputs, request, {"dout": dout, "lse_and_delta": lse_and_delta, "dq": grads[0]}),
+            of_keys(dout, inputs, lse_and_delta, request, grads[1:]),
         ]
         if splits:
-            launches.append(of_extra_keys(dout, inputs, lse_and_delta, turned, request, extra_grads))
+            launches.append(of_extra_keys(dout, inputs, lse_and_delta, request, extra_grads))
         return launches
 
-    tensors = (*inputs.with_rows, dout, out, lse, dlse, *lists.tensors, *turned.tensors, *masks_of(request))
+    tensors = (*inputs.with_rows, dout, out, lse, dlse, *tensors_of(request))
     start(starts, tensors, "lists backward", *request.options, made=(lse_and_delta, *grads, *extra_grads))
     return Tensors(*grads, *(parts.sum(0).to(dtypes[0]) for parts in extra_grads))
 
@@ -101,9 +95,9 @@ def query_tiles(q: Tensor) -> int:
     return -(-q.shape[1] // LISTED.value)
 
 
-def masks_of(request: Request) -> tuple[Tensor | None, Tensor | None]:
-    """The masks of a call that kernels read."""
-    return request.key_padding_mask, request.extra_padding_mask
+def tensors_of(request: Request) -> tuple[Tensor | None, ...]:
+    """Tensors of a call that kernels read and that have no gradient."""
+    return request.key_padding_mask, request.extra_padding_mask, *request.lists
 
 
 def of_deltas(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, lse_and_delta: Tensor) -> Start:
@@ -116,9 +110,10 @@ def of_deltas(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, lse_a
     return Start(delta_kernel, (-(-rows // block),), (*tensors, *dout.stride()[:3]), sizes)
 
 
-def of_queries(inputs: Tensors, lists: PackedLists, request: Request, results: dict[str, Tensor]) -> Start:
+def of_queries(inputs: Tensors, request: Request, results: dict[str, Tensor]) -> Start:
     """The launch of the forward or, where `results` hold dq, of dq. q stands in for tensors that are not used."""
     q, backward = inputs.q, "dq" in results
+    lists, _ = both_ways(request.lists, q.shape[1], inputs.k.shape[1])
     config = config_of("dq" if backward else "forward", q)
     named = dict.fromkeys(("out", "lse", "dout", "lse_and_delta", "dq"), q) | results
     named |= dict(zip(("k", "v", "extra_k", "extra_v"), inputs.with_rows[1:], strict=True))
@@ -132,22 +127,23 @@ def of_queries(inputs: Tensors, lists: PackedLists, request: Request, results: d
 
 
 def of_keys(
-    dout: Tensor, inputs: Tensors, lse_and_delta: Tensor, turned: PackedLists, request: Request, results: list[Tensor]
+    dout: Tensor, inputs: Tensors, lse_and_delta: Tensor, request: Request, results: list[Tensor]
 ) -> Start:  # fmt: skip
     """The launch of dk and dv of the listed keys."""
     config = config_of("dkv", inputs.q)
-    named = _of_keys(dout, inputs, inputs.k, inputs.v, lse_and_delta, turned, request, config, results)
+    blocks = both_ways(request.lists, inputs.q.shape[1], inputs.k.shape[1])[1].blocks
+    named = _of_keys(dout, inputs, inputs.k, inputs.v, lse_and_delta, request, config, results)
     named |= _padding("padding", request.key_padding_mask, inputs.q) | {"tiles": 0, "EXTRA": False}
-    programs = turned.blocks * (named["OWN"] // config.block_n) * inputs.k.shape[2]
+    programs = blocks * (named["OWN"] // config.block_n) * inputs.k.shape[2]
     return Start(key_kernel, (programs, inputs.q.shape[0]), (inputs.q,), named)
 
 
 def of_extra_keys(
-    dout: Tensor, inputs: Tensors, lse_and_delta: Tensor, turned: PackedLists, request: Request, results: list[Tensor]
+    dout: Tensor, inputs: Tensors, lse_and_delta: Tensor, request: Request, results: list[Tensor]
 ) -> Start:  # fmt: skip
     """The launch of dk and dv of the extra keys, in parts."""
     config, splits = config_of("dkv", inputs.q), len(results[0])
-    named = _of_keys(dout, inputs, *inputs.extra, lse_and_delta, turned, request, config, results)
+    named = _of_keys(dout, inputs, *inputs.extra, lse_and_delta, request, config, results)
     named |= _padding("padding", request.extra_padding_mask, inputs.q) | {"EXTRA": True}
     named |= {"tiles": -(-query_tiles(inputs.q) // splits)}
     programs = -(-inputs.extra_k.shape[1] // config.block_n) * inputs.k.shape[2]
@@ -155,10 +151,11 @@ def of_extra_keys(
 
 
 def _of_keys(
-    dout: Tensor, inputs: Tensors, k: Tensor, v: Tensor, lse_and_delta: Tensor, turned: PackedLists, request: Request,
+    dout: Tensor, inputs: Tensors, k: Tensor, v: Tensor, lse_and_delta: Tensor, request: Request,
     config: Config, results: list[Tensor],
 ) -> dict:  # fmt: skip
     # What both launches of `key_kernel` share.
+    _, turned = both_ways(request.lists, inputs.q.shape[1], inputs.k.shape[1])
     named = {"k": k, "v": v, "dout": dout, "lse_and_delta": lse_and_delta, "dk": results[0], "dv": results[1]}
     return named | _strides("qkvd", (inputs.q, k, v, dout)) | _of_lists(turned) | _common(inputs, request, config)
 

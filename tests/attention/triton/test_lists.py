@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.packed_lists import PackedLists
+from hilbert_lib.patterns.points import ListedPairs
 
 launch = pytest.importorskip(
     "hilbert_lib.attention.triton.lists_launch", reason="triton has no build for this platform"
@@ -27,15 +27,15 @@ def drawn(queries: int, keys: int, heads: tuple[int, int], head_dim: int, dtype=
     padding = torch.rand(2, keys) < 0.3 if masks else None
     extra_padding = torch.rand(2, extra) < 0.3 if masks and extra else None
     orders = torch.randperm(queries), torch.randperm(keys)
-    lists = PackedLists.from_mask(mask, *orders).to(DEVICE)
-    turned = PackedLists.from_mask(mask.T, *orders[::-1]).to(DEVICE)
+    lists = PackedLists.from_mask(mask, *orders), PackedLists.from_mask(mask.T, *orders[::-1])
     request = Request(
-        AllPairs(),
+        ListedPairs(),
         scale=head_dim**-0.5,
         key_padding_mask=on_device(padding),
         extra_padding_mask=on_device(extra_padding),
+        lists=tuple(x.to(DEVICE) for each in lists for x in each.tensors),
     )
-    return Tensors(*given), lists, turned, request, mask
+    return Tensors(*given), request, mask
 
 
 def on_device(x: Tensor | None) -> Tensor | None:
@@ -61,10 +61,10 @@ def oracle(inputs: Tensors, mask: Tensor, request: Request) -> tuple[Tensor, Ten
     return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
 
 
-def check(inputs: Tensors, lists: PackedLists, turned: PackedLists, request: Request, mask: Tensor, with_dlse=True):
+def check(inputs: Tensors, request: Request, mask: Tensor, with_dlse=True):
     """Output, lse and all gradients beside the oracle's."""
     tolerance = TOLERANCES[inputs.q.dtype]
-    out, lse = launch.forward(inputs, lists, request)
+    out, lse = launch.forward(inputs, request)
     leaves = Tensors(*(x.double().cpu().requires_grad_() for x in inputs[:5]))
     expected, expected_lse = oracle(leaves, mask, request)
     has_keys = expected_lse.isfinite()
@@ -77,8 +77,8 @@ def check(inputs: Tensors, lists: PackedLists, turned: PackedLists, request: Req
     if with_dlse:
         value = value + (expected_lse * dlse.double().cpu())[has_keys].sum()
     wanted = torch.autograd.grad(value, leaves[:5])
-    grads = launch.backward(dout, inputs, out, lse, lists, turned, request, dlse)
-    again = launch.backward(dout, inputs, out, lse, lists, turned, request, dlse)
+    grads = launch.backward(dout, inputs, out, lse, request, dlse)
+    again = launch.backward(dout, inputs, out, lse, request, dlse)
     for name, grad, other, right, x in zip(Tensors._fields, grads, again, wanted, inputs, strict=False):
         assert grad.dtype == x.dtype
         assert grad.equal(other), f"the bits of {name}'s gradient"
@@ -111,12 +111,12 @@ def test_output_lse_and_gradients_equal_the_oracle(sizes, heads, head_dim, dtype
 
 def test_what_is_no_number_in_v_reaches_only_those_who_see_it():
     torch.manual_seed(1)
-    inputs, lists, turned, request, mask = drawn(70, 80, (2, 2), 16, extra=2)
+    inputs, request, mask = drawn(70, 80, (2, 2), 16, extra=2)
     for bad in (torch.nan, torch.inf):
         v = inputs.v.clone()
         v[0, 7, 1, 3] = bad
-        out, lse = launch.forward(inputs._replace(v=v), lists, request)
-        clean, clean_lse = launch.forward(inputs, lists, request)
+        out, lse = launch.forward(inputs._replace(v=v), request)
+        clean, clean_lse = launch.forward(inputs, request)
         sees = torch.zeros(out.shape, dtype=torch.bool)
         sees[0, :, 1, 3] = mask[:, 7]
         assert out.isfinite().logical_not().cpu().equal(sees)
@@ -124,7 +124,7 @@ def test_what_is_no_number_in_v_reaches_only_those_who_see_it():
         assert lse.equal(clean_lse)
         dout = torch.randn_like(out)
         dout[0, mask[:, 7], 1] = 0.0  # and delta 0 * NaN of those who see it
-        grads = launch.backward(dout, inputs._replace(v=v), clean, lse, lists, turned, request)
+        grads = launch.backward(dout, inputs._replace(v=v), clean, lse, request)
         assert grads.q[0, ~mask[:, 7]].isfinite().all()
         assert grads.v.isfinite().all()
         assert grads.k[:, torch.arange(80) != 7].isfinite().all()
