@@ -1,4 +1,4 @@
-"""Cases of attention along sequences and on grids, and the check of one of them against the oracle."""
+"""Cases of attention along sequences, on grids and over points, and the check of one of them against the oracle."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracle import attending, mask_of, seen_along
 from torch import Tensor
 
-from hilbert_lib import Neighbourhood, Union, attend, neighbourhood_attention
+from hilbert_lib import Neighbourhood, PointNeighbourhood, Union, attend, neighbourhood_attention
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.request import GridPart, Request, Tensors
@@ -673,3 +673,78 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
         found, right = found.cpu().double(), right[:, rows if n == 0 else keys if n < 3 else slice(None)]
         found, right = (x[:, computed] if n == 0 else x for x in (found, right))
         torch.testing.assert_close(found, right, atol=close_grad, rtol=close_grad / 10)
+
+
+def cells(count: int, axes: int = 2, side: int = 12, seed: int = 0) -> Tensor:
+    """Distinct cells in no order, of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.cartesian_prod(*[torch.arange(side)] * axes).view(-1, axes) - side // 3
+    return found[torch.randperm(len(found), generator=generator)[:count]]
+
+
+def points_of(kind: str) -> PointNeighbourhood:
+    """Points of a kind."""
+    if kind == "odd":
+        return PointNeighbourhood(cells(90), 5)
+    if kind == "even":
+        return PointNeighbourhood(cells(100, 3, 6), (4, 3, 2))
+    if kind == "clouds":
+        return PointNeighbourhood(cells(90), 3, torch.arange(90) % 7 * 11 - 30, dilation=(2, 1))
+    if kind == "alone":  # most queries see nobody
+        return PointNeighbourhood(cells(20) * 3, 2, keys=cells(9, seed=1))
+    fine = cells(130)
+    return PointNeighbourhood(fine // 2, (3, 4), keys=(fine // 2).unique(dim=0))  # queries coincide
+
+
+# kind, backend, dtype, heads, kv_heads, head_dim, extra keys, masks
+POINT_CASES = [
+    ("odd", torch.float64, 2, 2, 8, 0, False),
+    ("even", torch.float64, 4, 2, 5, 0, False),
+    ("even", torch.float64, 3, 1, 18, 4, True),
+    ("clouds", torch.float64, 4, 2, 16, 3, True),
+    ("keys", torch.float64, 2, 1, 16, 0, True),
+    ("keys", torch.float64, 2, 2, 1, 2, False),
+    ("alone", torch.float64, 2, 1, 4, 0, False),
+    ("alone", torch.float64, 2, 2, 4, 2, True),
+    ("even", torch.float32, 2, 1, 48, 1, False),
+    ("odd", torch.bfloat16, 4, 2, 64, 2, True),
+    ("keys", torch.float16, 2, 1, 128, 0, False),
+]
+
+
+def extra_of(count: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """Extra keys and values."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (2, count, kv_heads, head_dim)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in "kv"] if count else []
+
+
+def masks_of(points: PointNeighbourhood, extra: int) -> dict[str, Tensor]:
+    """Masks that hide a third of the keys, and one of the extra keys."""
+    masks = {"key_padding_mask": torch.rand(2, points.lists.keys, generator=torch.Generator().manual_seed(3)) < 0.3}
+    if extra:
+        masks["extra_padding_mask"] = torch.arange(extra) == torch.tensor([[0], [extra - 1]])
+    return masks
+
+
+def check_points(backend, kind, dtype, heads, kv_heads, head_dim, extra, has_masks, device="cpu"):
+    """Output, lse and all gradients of a call over points beside the oracle's."""
+    points = points_of(kind)
+    sizes = {"batch": 2, "keys": points.lists.keys, "dtype": dtype}
+    *qkv, dout = drawn(points.lists.queries, heads, kv_heads, head_dim, **sizes)
+    tensors = [*qkv, *extra_of(extra, kv_heads, head_dim, dtype), dout]
+    masks = masks_of(points, extra) if has_masks else {}
+
+    def call(run, *leaves, **options):
+        return run(*leaves[:3], points, scale=0.4, **oracle.named(leaves[3:]), **masks, **options)
+
+    exact = partial(call, oracle.attention)
+    dlse = drawn_dlse(exact(*(x.double() for x in tensors[:-1]))[1])
+    right = differentiated(exact, [x.double() for x in tensors], dlse)
+    masks = {name: mask.to(device) for name, mask in masks.items()}
+    points, tensors = points.to(device), [x.to(device) for x in tensors]
+    found = differentiated(partial(call, attend, backend=backend, return_lse=True), tensors, dlse)
+    assert found[0].dtype == dtype
+    close, close_lse, close_grad = TOLERANCE[dtype]
+    assert_close(found[:2], right[:2], (close, close_lse))
+    assert_close(found[2:], right[2:], close_grad, rtol=1e-2 if dtype.itemsize == 2 else 0.0)

@@ -13,7 +13,7 @@ from hilbert_lib.attention.documents import LOOPED
 from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.request import Request
-from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, POINTS, Rule, grid_rule
+from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, GRID_ON_CPU, HALF_RULES, POINTS, Rule, grid_rule
 from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
@@ -67,7 +67,7 @@ def _of_tables(rule: Rule) -> Rule:
 
 def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     if call.lists:
-        return _that_serves(POINTS, call)
+        return _that_serves(POINTS if q.device.type == "cuda" else GRID_ON_CPU, call)
     if not is_exporting():
         for shape, rule in remembered_rules(q.device, q.dtype):
             if shape.fits(q, call, gradient):

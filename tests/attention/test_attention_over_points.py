@@ -5,7 +5,18 @@ from functools import partial
 import oracle
 import pytest
 import torch
-from cases import TOLERANCE, assert_close, determinism, differentiated, drawn, drawn_dlse
+from cases import (
+    POINT_CASES,
+    assert_close,
+    cells,
+    check_points,
+    determinism,
+    differentiated,
+    drawn,
+    extra_of,
+    masks_of,
+    points_of,
+)
 from test_operators import check_operators
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,78 +42,10 @@ from hilbert_lib.ring.spread import check_served
 BACKENDS = ("reference", "eager")
 
 
-def cells(count: int, axes: int = 2, side: int = 12, seed: int = 0) -> torch.Tensor:
-    """Distinct cells in no order, of both signs."""
-    generator = torch.Generator().manual_seed(seed)
-    found = torch.cartesian_prod(*[torch.arange(side)] * axes).view(-1, axes) - side // 3
-    return found[torch.randperm(len(found), generator=generator)[:count]]
-
-
-def points_of(kind: str) -> PointNeighbourhood:
-    """Points of a kind."""
-    if kind == "odd":
-        return PointNeighbourhood(cells(90), 5)
-    if kind == "even":
-        return PointNeighbourhood(cells(100, 3, 6), (4, 3, 2))
-    if kind == "clouds":
-        return PointNeighbourhood(cells(90), 3, torch.arange(90) % 7 * 11 - 30, dilation=(2, 1))
-    if kind == "alone":  # most queries see nobody
-        return PointNeighbourhood(cells(20) * 3, 2, keys=cells(9, seed=1))
-    fine = cells(130)
-    return PointNeighbourhood(fine // 2, (3, 4), keys=(fine // 2).unique(dim=0))  # queries coincide
-
-
-# kind, backend, dtype, heads, kv_heads, head_dim, extra keys, masks
-CASES = [
-    ("odd", torch.float64, 2, 2, 8, 0, False),
-    ("even", torch.float64, 4, 2, 5, 0, False),
-    ("even", torch.float64, 3, 1, 18, 4, True),
-    ("clouds", torch.float64, 4, 2, 16, 3, True),
-    ("keys", torch.float64, 2, 1, 16, 0, True),
-    ("keys", torch.float64, 2, 2, 1, 2, False),
-    ("alone", torch.float64, 2, 1, 4, 0, False),
-    ("alone", torch.float64, 2, 2, 4, 2, True),
-    ("even", torch.float32, 2, 1, 48, 1, False),
-    ("odd", torch.bfloat16, 4, 2, 64, 2, True),
-    ("keys", torch.float16, 2, 1, 128, 0, False),
-]
-
-
-def extra_of(count: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Extra keys and values."""
-    generator = torch.Generator().manual_seed(2)
-    shape = (2, count, kv_heads, head_dim)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in "kv"] if count else []
-
-
-def masks_of(points: PointNeighbourhood, extra: int) -> dict[str, torch.Tensor]:
-    """Masks that hide a third of the keys, and one of the extra keys."""
-    masks = {"key_padding_mask": torch.rand(2, points.lists.keys, generator=torch.Generator().manual_seed(3)) < 0.3}
-    if extra:
-        masks["extra_padding_mask"] = torch.arange(extra) == torch.tensor([[0], [extra - 1]])
-    return masks
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("kind", "dtype", "heads", "kv_heads", "head_dim", "extra", "has_masks"), CASES)
+@pytest.mark.parametrize(("kind", "dtype", "heads", "kv_heads", "head_dim", "extra", "has_masks"), POINT_CASES)
 def test_points_equal_the_oracle(backend, kind, dtype, heads, kv_heads, head_dim, extra, has_masks):
-    points = points_of(kind)
-    sizes = {"batch": 2, "keys": points.lists.keys, "dtype": dtype}
-    *qkv, dout = drawn(points.lists.queries, heads, kv_heads, head_dim, **sizes)
-    tensors = [*qkv, *extra_of(extra, kv_heads, head_dim, dtype), dout]
-    masks = masks_of(points, extra) if has_masks else {}
-
-    def call(run, *leaves, **options):
-        return run(*leaves[:3], points, scale=0.4, **oracle.named(leaves[3:]), **masks, **options)
-
-    exact = partial(call, oracle.attention)
-    dlse = drawn_dlse(exact(*(x.double() for x in tensors[:-1]))[1])
-    right = differentiated(exact, [x.double() for x in tensors], dlse)
-    found = differentiated(partial(call, attend, backend=backend, return_lse=True), tensors, dlse)
-    assert found[0].dtype == dtype
-    close, close_lse, close_grad = TOLERANCE[dtype]
-    assert_close(found[:2], right[:2], (close, close_lse))
-    assert_close(found[2:], right[2:], close_grad, rtol=1e-2 if dtype.itemsize == 2 else 0.0)
+    check_points(backend, kind, dtype, heads, kv_heads, head_dim, extra, has_masks)
 
 
 def test_one_gradient_alone_is_that_of_both():

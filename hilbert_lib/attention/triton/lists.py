@@ -353,7 +353,8 @@ def delta_kernel(
     if dlse is not None:
         delta -= tl.load(dlse + scalars, mask=exists, other=0.0)
     lse_row = tl.load(lse + scalars, mask=exists, other=0.0) * LOG2_E  # [BLOCK_M]
-    # +inf for rows without keys, whose weights are then 0.
+    # Rows without keys have +inf and 0: weights are then 0, and what dlse holds there reaches nobody.
+    delta = tl.where(lse_row == float("-inf"), 0.0, delta)  # [BLOCK_M]
     lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
     low, high = lse_row.to(tl.int32, bitcast=True), delta.to(tl.int32, bitcast=True)  # [BLOCK_M] each
     both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)  # [BLOCK_M]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.triton.arguments import Config, as_computed, is_interpreted
+from hilbert_lib.attention.triton.arguments import Config, as_asked, as_computed, is_interpreted
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.lists import LISTED, delta_kernel, key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Start, start
@@ -42,28 +42,28 @@ def config_of(kernel: str, q: Tensor) -> Config:
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, queries)."""
+    dtype, inputs = inputs.q.dtype, Tensors(*as_computed(*inputs.with_rows))
     q = inputs.q
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-    inputs = Tensors(*as_computed(*inputs.with_rows))
 
     def starts() -> list[Start]:
         return [of_queries(inputs, request, {"out": out, "lse": lse})]
 
     start(starts, (*inputs.with_rows, *tensors_of(request)), "lists forward", *request.options, made=(out, lse))
-    return out, lse
+    return *as_asked(dtype, out), lse
 
 
 def backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
 ) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
-    dtypes = [x.dtype for x in inputs.with_rows]
+    dtype = inputs.q.dtype
     dout, out, *computed = as_computed(dout, out, *inputs.with_rows)
     inputs = Tensors(*computed)
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     lse_and_delta = torch.empty(lse.shape, dtype=torch.int64, device=lse.device)
-    grads = [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in zip(inputs[:3], dtypes, strict=False)]
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[:3]]
     splits = splits_of(inputs)
     extra_grads = [torch.empty(splits, *x.shape, dtype=torch.float32, device=x.device) for x in inputs.extra]
 
@@ -79,7 +79,7 @@ def backward(
 
     tensors = (*inputs.with_rows, dout, out, lse, dlse, *tensors_of(request))
     start(starts, tensors, "lists backward", *request.options, made=(lse_and_delta, *grads, *extra_grads))
-    return Tensors(*grads, *(parts.sum(0).to(dtypes[0]) for parts in extra_grads))
+    return Tensors(*as_asked(dtype, *grads, *(parts.sum(0) for parts in extra_grads)))
 
 
 def splits_of(inputs: Tensors) -> int:

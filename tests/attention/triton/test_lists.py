@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import POINT_CASES, check_points
 from torch import Tensor
 
 from hilbert_lib.attention.request import Request, Tensors
@@ -128,3 +129,9 @@ def test_what_is_no_number_in_v_reaches_only_those_who_see_it():
         assert grads.q[0, ~mask[:, 7]].isfinite().all()
         assert grads.v.isfinite().all()
         assert grads.k[:, torch.arange(80) != 7].isfinite().all()
+
+
+@pytest.mark.parametrize("case", POINT_CASES, ids=str)
+def test_points_equal_the_oracle(case):
+    kind, dtype, *rest = case
+    check_points("triton", kind, torch.float32 if dtype == torch.float64 else dtype, *rest, device=DEVICE)
