@@ -192,8 +192,8 @@ class ProjectedAttention(Layer):
                 if not is_known:
                     raise ValueError(f"{name} must be given where in_proj has no weight of real numbers, got None")
                 factory[name] = known
-        k, v = (torch.zeros(*shape, self.kv_heads, self.head_dim, **factory) for _ in "kv")
-        return KeyValueCache(k, v, torch.zeros(shape[0], dtype=torch.int32, device=k.device))
+        k = torch.zeros(*shape, self.kv_heads, self.head_dim, **factory)
+        return KeyValueCache(k, torch.zeros_like(k), torch.zeros(shape[0], dtype=torch.int32, device=k.device))
 
     def check_decoding(self) -> None:
         """Raise ValueError unless calls of some tokens after others can equal one call of all."""
@@ -253,6 +253,11 @@ def _rename_projections(module: nn.Module, state_dict: dict[str, Tensor], prefix
 def _is_torchs(layer: nn.Module) -> bool:
     # Whether a layer computes as nn.Linear does: offloading to another device writes a `forward` of its own into one.
     return type(layer) is nn.Linear and "forward" not in layer.__dict__
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    # Whether parts of a layer's weight compute parts of its output. Quantisers and sharding have weights of their own.
+    return _is_torchs(layer) and not has_hooks(layer) and type(layer.weight) in (Tensor, nn.Parameter)
 
 
 def positions(
@@ -523,7 +528,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
 
     def _project_each(self, *tokens: Tensor) -> list[Tensor]:
         # q of the first tensor, k of the second and v of the third.
-        if not _is_torchs(self.in_proj) or has_hooks(self.in_proj):
+        if not _is_plain(self.in_proj):
             return [self.project(x)[n] for n, x in enumerate(tokens)]
         sizes, bias = self.projected_sizes, self.in_proj.bias
         biases = (None,) * 3 if bias is None else bias.split(sizes)

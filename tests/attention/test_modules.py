@@ -97,7 +97,24 @@ def elsewhere(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("change", [Adapted, halved, elsewhere])
+class Packed(torch.Tensor):
+    """A weight of a quantiser, which has no parts."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.split:
+            raise NotImplementedError
+        result = super().__torch_function__(function, types, args, kwargs)
+        return result.as_subclass(torch.Tensor) if function is nn.functional.linear else result
+
+
+def packed(layer: nn.Linear) -> nn.Linear:
+    """The layer with such a weight."""
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed))
+    return layer
+
+
+@pytest.mark.parametrize("change", [Adapted, halved, elsewhere, packed])
 def test_what_stands_in_the_place_of_a_projection_is_called(change):
     # Expected: the function between the layers, each called once for each tensor.
     ours, grid = multihead(kv_heads=2), NeighbourhoodAttention(EMBED, HEADS, window=3, kv_heads=2)
