@@ -32,7 +32,7 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
-from hilbert_lib.patterns.points import PointNeighbourhood
+from hilbert_lib.patterns.points import ListedPairs, PointNeighbourhood
 
 _aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    pattern: DilatedPattern | Neighbourhood | tuple[Neighbourhood, ...],
+    pattern: DilatedPattern | Neighbourhood | PointNeighbourhood | tuple[Neighbourhood, ...],
     *,
     heads: int,
     head_dim: int,
@@ -95,9 +95,10 @@ def estimate_memory(
 
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
+            The lists of a `PointNeighbourhood` are counted as inputs.
         heads, head_dim, batch: heads of q, size of one head, sequences.
         length: keys. On a grid it is left out, as are is_causal, dropout_p and has_kv_ordering. On a grid of more than
-            one axis has_key_start and queries are left out, too.
+            one axis has_key_start and queries are left out, too. Over points has_key_padding and extra alone are given.
         kv_heads: heads of k and v; by default as many as of q.
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
@@ -135,7 +136,20 @@ def estimate_memory(
     extra_queries = checks.integer("extra_queries", extra_queries, least=0)
     pattern, part = as_pattern(pattern), None
     if isinstance(pattern, PointNeighbourhood):
-        raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood: points are not covered; got {pattern!r}")
+        left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p, "query_box": query_box}
+        left_out |= {"has_kv_ordering": has_kv_ordering, "has_key_start": has_key_start, "queries": queries}
+        for name, value in (left_out | {"extra_queries": extra_queries}).items():
+            if value:
+                raise ValueError(f"{name} must be left out for a call over points, got {value!r}")
+        batch = checks.integer("batch", batch, least=1)
+        head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
+        q, k, extra_keys = (
+            torch.empty(batch, *rows, head_dim, dtype=dtype, device="meta")
+            for rows in ((pattern.lists.queries, heads), (pattern.lists.keys, kv_heads), (extra, kv_heads))
+        )
+        padding = torch.empty(k.shape[:2], dtype=torch.bool, device="meta") if has_key_padding else None
+        leaves = Tensors(q, k, k, extra_keys, extra_keys)
+        return _of_points(pattern, leaves, padding, backend, direction, device)
     if on_grid := pattern.length is not None:
         near = pattern.of_heads(kv_heads)
         left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p}
@@ -237,6 +251,32 @@ def estimate_memory(
 def _estimate(inputs: dict[str, int], outputs: dict[str, int], workspace: dict[str, int]) -> MemoryEstimate:
     items = inputs | outputs | {f"workspace: {name}": size for name, size in workspace.items()}
     return MemoryEstimate(items, *(sum(sizes.values()) for sizes in (inputs, outputs, workspace)))
+
+
+def _of_points(
+    points: PointNeighbourhood, leaves: Tensors, padding: Tensor | None, named: str, direction: str,
+    device: torch.device,
+) -> MemoryEstimate:  # fmt: skip
+    # Of one call over points. leaves, padding: on the meta device.
+    q, k, _, extra_keys, _ = leaves.with_rows
+    is_absent = device.type == "cuda" and not torch.cuda.is_available()
+    backends, options = backends_for(ListedPairs), {"pattern": points.to("cpu" if is_absent else device)}
+    backend = backends[_serving(q, k, padding, None, device, named, direction == "backward", backends, options)]
+    call = Request(ListedPairs(), scale=1.0, key_padding_mask=padding, lists=points.list_tensors)
+    if is_absent and (reason := backend.refusal_of_sizes(q, k, call)):
+        raise ValueError(f"backend={named!r} cannot serve: {reason}")
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=WORKING_DTYPE[q.dtype], device="meta")
+    inputs, outputs = {"q, k, v": q.nbytes + 2 * k.nbytes}, {"out": q.nbytes, "lse": lse.nbytes}
+    inputs |= {"extra k, v": 2 * extra_keys.nbytes} if extra_keys.numel() else {}
+    arguments = (leaves,)
+    if direction == "backward":
+        grads = {f"d{name.replace(', ', ', d')}": size for name, size in inputs.items()}
+        inputs, outputs, arguments = inputs | {"dout": q.nbytes, **outputs}, grads, (q, leaves, q, lse)
+    returned = sum(outputs.values())
+    workspace = backend.workspace and backend.workspace(arguments, call, direction, device, returned)
+    if workspace is None:
+        workspace = {"temporary": _traced(arguments, call, backend, direction, device) - returned}
+    return _estimate(inputs | {"lists": sum(x.nbytes for x in points.list_tensors)}, outputs, workspace)
 
 
 class _ExtraCall(NamedTuple):

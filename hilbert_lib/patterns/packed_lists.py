@@ -71,7 +71,7 @@ class PackedLists:
         seen = _bits(self.words[first:last, number])
         return self.key_rows[first:last][seen].long().sort().values
 
-    @cached_property
+    @property
     def mask(self) -> Tensor:
         """Whether each row of q sees each row of k: (queries, keys) bool, memory of queries * keys."""
         mask = torch.zeros(self.queries + 1, self.keys + 1, dtype=torch.bool, device=self.words.device)
@@ -136,7 +136,8 @@ def tiles_of(block: Tensor, place: Tensor, blocks: int) -> tuple[Tensor, Tensor,
 
 def words_of(attends: Tensor) -> Tensor:
     """One word of 64 bits for each query: (...) int64 of (..., 64) bool, by key."""
-    by_byte = attends.view(torch.uint8).unflatten(-1, (8, 8)) << torch.arange(8, dtype=torch.uint8, device=attends.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=attends.device)
+    by_byte = attends.view(torch.uint8).unflatten(-1, (8, 8)) << shifts
     return by_byte.sum(-1, dtype=torch.uint8).view(torch.int64)[..., 0]
 
 

@@ -199,7 +199,7 @@ class ListedPairs(Pattern):
 
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether each query attends to each key: bool, of rows (...) int64 that broadcast."""
-        return self.lists.mask[query, key]
+        return self.lists.mask.to(query.device)[query, key]
 
     def part_keys(self, part: int, query: int, length: int, **options) -> Tensor:
         """The rows of k that a query sees: (n,) int64 on the CPU, ascending."""

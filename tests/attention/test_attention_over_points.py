@@ -214,7 +214,7 @@ def test_weights_are_those_of_the_keys_that_a_query_sees(kind):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: estimate_memory(POINTS, heads=2, head_dim=4, device="cpu"),
+        lambda: estimate_memory((POINTS, POINTS), heads=2, head_dim=4, device="cpu"),
         lambda: RingNeighbourhoodAttention(POINTS),
         lambda: check_served(POINTS),
         lambda: select_attention_backend(Q, K, V, POINTS, benchmark_backends=True),
@@ -223,6 +223,17 @@ def test_weights_are_those_of_the_keys_that_a_query_sees(kind):
 def test_what_serves_no_points_says_so(call):
     with pytest.raises((TypeError, ValueError), match="Neighbourhood"):
         call()
+
+
+def test_an_estimate_counts_lists_and_refuses_what_points_do_not_take():
+    sizes = {"heads": 2, "head_dim": 4, "device": "cpu", "dtype": torch.float32}
+    found = estimate_memory(POINTS, **sizes, extra=3)
+    assert found.items["lists"] == sum(x.nbytes for x in POINTS.list_tensors)
+    assert (found.items["q, k, v"], found.items["extra k, v"]) == (3 * 90 * 32, 2 * 3 * 32)
+    assert found.workspace > 0
+    for name in ("length", "queries", "extra_queries", "is_causal", "has_kv_ordering"):
+        with pytest.raises(ValueError, match=f"{name} must be left out for a call over points"):
+            estimate_memory(POINTS, **sizes, **{name: 1 if "_" not in name or "extra" in name else True})
 
 
 def test_a_second_derivative_is_refused_by_name():

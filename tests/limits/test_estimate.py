@@ -9,8 +9,15 @@ import pytest
 import torch
 from cases import refusals
 
-from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
-from hilbert_lib.attention.backends import presence, strided, tiles
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    Ordering,
+    PointNeighbourhood,
+    dilated_attention,
+    neighbourhood_attention,
+)
+from hilbert_lib.attention.backends import listed, presence, strided, tiles
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.internals import WITHOUT_INTERNALS
@@ -51,6 +58,9 @@ MASKED = {
 
 PLANE, OTHER = (Neighbourhood((20, 24), window, stride=(1, 3)) for window in (9, (5, 9)))
 SMALL_GRID = (Neighbourhood((6, 8), 3), {"heads": 2, "kv_heads": 1, "head_dim": 16, "extra": 3})  # for an interpreter
+POINTS = PointNeighbourhood(
+    torch.cartesian_prod(*[torch.arange(13)] * 3)[::3], (4, 3, 5), keys=torch.cartesian_prod(*[torch.arange(9)] * 3)
+)
 IS_INTERPRETED = kernel_mode() == "interpreted"
 GRIDS = {
     "line": (Neighbourhood((600,), 65, edge="wrap"), {}),
@@ -62,6 +72,11 @@ GRIDS = {
         Neighbourhood((6, 8, 10), (3, 5, 5), edge="clip"),
         {"dtype": torch.float64, "has_key_padding": True, "extra": 5, "batch": 2},
     ),
+    "points": (POINTS, {"kv_heads": 2, "batch": 2}),
+    "points, half, padded, extra keys": (
+        POINTS,
+        {"dtype": torch.bfloat16, "has_key_padding": True, "extra": 5, "kv_heads": 2},
+    ),
     "extra queries": (PLANE, {"extra": 40, "extra_queries": 1500}),
     "padded, extra queries alone": (OTHER, {"has_key_padding": True, "extra_queries": 30, "kv_heads": 2}),
 }
@@ -70,9 +85,12 @@ GRIDS = {
 def on_a_grid(near, options, device):
     """As `given`, of `neighbourhood_attention`. It has run once: the tables that calls share are not estimated."""
     o = {"batch": 1, "kv_heads": 4, "extra": 0, "heads": 4, "head_dim": 64, "dtype": torch.float32, **options}
-    seq = (near if isinstance(near, Neighbourhood) else near[0]).length
+    if isinstance(near, PointNeighbourhood):
+        queries, seq = near.lists.queries, near.lists.keys
+    else:
+        queries = seq = (near if isinstance(near, Neighbourhood) else near[0]).length
     box = o.get("query_box")
-    queries = seq if box is None else prod(stop - start for start, stop in box)
+    queries = queries if box is None else prod(stop - start for start, stop in box)
     rows = [(queries, o["heads"]), *[(seq, o["kv_heads"])] * 2, *[(o["extra"], o["kv_heads"])] * 2 * bool(o["extra"])]
     leaves = [
         torch.randn(o["batch"], *each, o["head_dim"], dtype=o["dtype"], device=device).requires_grad_() for each in rows
@@ -88,7 +106,7 @@ def on_a_grid(near, options, device):
         keywords["key_start"] = torch.full((o["batch"],), 7, device=device)
     elif box is not None:
         keywords["query_box"] = box
-    else:
+    elif not isinstance(near, PointNeighbourhood):
         keywords["ordering"] = Ordering.random(seq, 0)
 
     def attend():
@@ -165,7 +183,8 @@ def test_on_the_cpu_the_estimate_is_what_the_profiler_measures(case, backend, di
     ("case", "backend"), [*product(GRIDS, ("eager", "reference"))] + [("small", "triton")] * IS_INTERPRETED
 )
 def test_on_a_grid_the_estimate_is_what_the_profiler_measures(monkeypatch, case, backend, direction):
-    monkeypatch.setattr(tiles, "CHUNK", 2**17)  # many chunks
+    for room in (tiles, listed):
+        monkeypatch.setattr(room, "CHUNK", 2**17)  # many chunks
     near, options = {**GRIDS, "small": SMALL_GRID}[case]
     predicted, measured = predicted_and_measured(near, options | {"backend": backend}, direction)
     assert predicted == pytest.approx(measured, rel=0 if backend == "triton" else 0.01)

@@ -67,6 +67,14 @@ def backward(
         delta = delta - dlse.transpose(1, 2)
     by_query = [_with_last_row(x) for x in (dout.to(dtype), lse.transpose(1, 2)[..., None], delta[..., None])]
     grads = [x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=dtype) for x in inputs.with_rows]
+    _add_gradients_of_queries(grads, by_query, inputs, request)
+    _add_gradients_of_keys(grads, by_query, inputs, request)
+    grads = [x[:, : y.shape[1]] for x, y in zip(grads, inputs.with_rows, strict=True)]
+    return as_returned(Tensors(*grads), inputs, request)
+
+
+def _add_gradients_of_queries(grads: list[Tensor], by_query: list[Tensor], inputs: Tensors, request: Request) -> None:
+    # Into grads[0], and grads[3] and grads[4], those of the extra keys. by_query: dout, lse and delta.
     for block in _blocks_of_queries(inputs, request):
         douts, lses, deltas = (_gathered(x, block.rows, block.q) for x in by_query)
         weights = (block.scores - _finite(lses)).exp_()
@@ -76,9 +84,6 @@ def backward(
             of_extra = slice(block.keys, None)
             grads[3][:, :-1] += (dscores[..., of_extra].mT @ block.q).sum(1).transpose(1, 2) * request.scale
             grads[4][:, :-1] += (weights[..., of_extra].mT @ douts).sum(1).transpose(1, 2)
-    _add_gradients_of_keys(grads, by_query, inputs, request)
-    grads = [x[:, : y.shape[1]] for x, y in zip(grads, inputs.with_rows, strict=True)]
-    return as_returned(Tensors(*grads), inputs, request)
 
 
 def _add_gradients_of_keys(grads: list[Tensor], by_query: list[Tensor], inputs: Tensors, request: Request) -> None:
@@ -87,7 +92,7 @@ def _add_gradients_of_keys(grads: list[Tensor], by_query: list[Tensor], inputs: 
     _, turned = both_ways(request.lists, inputs.q.shape[1], inputs.k.shape[1])
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     shown = _shown_keys(request, inputs.k)
-    for blocks in _chunks(turned, q.shape[0] * q.shape[2]):
+    for blocks in _chunks(turned, q):
         rows = blocks.own.flatten()
         like = q.new_empty(q.shape[0], len(blocks.own), kv_heads, 0, 0)
         ks, vs = (_gathered(x, rows, like) for x in (k, v))
@@ -110,7 +115,7 @@ def _blocks_of_queries(inputs: Tensors, request: Request) -> Iterator[_Queries]:
     (batch, _, heads, _), kv_heads, extra = q.shape, k.shape[2], extra_k.shape[3]
     lists, _ = both_ways(request.lists, inputs.q.shape[1], inputs.k.shape[1])
     shown = _shown_keys(request, inputs.k)
-    for blocks in _chunks(lists, batch * heads, extra):
+    for blocks in _chunks(lists, q, extra):
         rows, count = blocks.own.flatten(), len(blocks.own)
         qs = _gathered(q, rows, q.new_empty(batch, count, kv_heads, 0, 0))
         ks, vs = (_gathered(x, blocks.listed.flatten(), qs) for x in (k, v))
@@ -135,23 +140,25 @@ def _shown_keys(request: Request, k: Tensor) -> Tensor | None:
     return None if mask is None else torch.nn.functional.pad(~mask, (0, 1))
 
 
-def _chunks(lists: PackedLists, rows_of_scores: int, extra: int = 0) -> Iterator[_Blocks]:
-    # All blocks, those with the most tiles first. rows_of_scores: heads and sequences. extra: further keys of each.
+def _chunks(lists: PackedLists, q: Tensor, extra: int = 0) -> Iterator[_Blocks]:
+    # All blocks, those with the most tiles first. extra: further keys of each.
     starts = lists.starts.long()
     tiles, by_tiles = starts.diff().sort(descending=True, stable=True)
-    tiles, first = tiles.tolist(), 0
-    while first < len(tiles):
+    tiles, first, taken = tiles.tolist(), 0, 0
+    rows_of_scores = q.shape[0] * q.shape[2]
+    while first < len(tiles) and not (q.is_meta and taken == 3):  # where memory is counted: the others take no more
         most = tiles[first]
         size = max(1, CHUNK // (rows_of_scores * BLOCK * max(1, most * BLOCK + extra)))
         blocks = by_tiles[first : first + size]
-        first += size
+        first, taken = first + size, taken + 1
         tile = starts[blocks][:, None] + torch.arange(most, device=blocks.device)
         exists = tile < starts[blocks + 1][:, None]
         tile = tile.where(exists, 0)
         listed = lists.key_rows[tile].long().where(exists[:, :, None], -1).flatten(1)
         attends = (lists.attends(tile) & exists[:, :, None, None]).transpose(1, 2).flatten(2)
         own = lists.query_rows.view(-1, BLOCK)[blocks].long()
-        yield _Blocks(own.where(own >= 0, lists.queries), listed.where(listed >= 0, lists.keys), attends)
+        chunk = _Blocks(own.where(own >= 0, lists.queries), listed.where(listed >= 0, lists.keys), attends)
+        yield _Blocks(*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in chunk)) if q.is_meta else chunk
 
 
 def _with_last_row(x: Tensor) -> Tensor:
@@ -181,7 +188,7 @@ def _finite(lse: Tensor) -> Tensor:
 def _weighted(weights: Tensor, block: _Queries) -> Tensor:
     # weights @ v. A NaN or inf in a row of v reaches only the queries that attend to it, though 0 * NaN is NaN.
     is_finite = block.v.isfinite().all(-1, keepdim=True)
-    if is_finite.all():
+    if is_finite.is_meta or is_finite.all():
         return weights @ block.v
     out = weights @ block.v.masked_fill(~is_finite, 0.0)
     for key in (~is_finite[..., 0]).flatten(0, 2).any(0).nonzero()[:, 0].tolist():
