@@ -15,6 +15,12 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 NUMBERS = (bool, int, float)
+# Operators of tiles and numbers, and whether the tile is the second operand. Not shifts: they change their operands.
+NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "gt", "ge", "lt", "le", "eq", "ne")
+OPERATORS = {f"__{name}__": False for name in NAMES} | {f"__r{name}__": True for name in NAMES}
+OF_WIDE_STEPS = {"bf16", "fp8e5", "fp8e4nv"}  # which numpy does not have, and holds as integers
+# What the builder does to operands before it computes.
+CONVERSIONS = {f"create_{name}" for name in ("int_cast", "si_to_fp", "ui_to_fp", "fp_ext", "splat", "broadcast")}
 TILES = {}  # all that a type of tiles holds, by the name of its elements and its sides
 NUMPY_TYPES = {}  # numpy's, by the names of Triton's
 
@@ -69,6 +75,106 @@ class Semantic(TritonSemantic):
             wide = super().broadcast_impl_value(left, right)
             self.widened[key] = [each.type for each in wide]
         return map(widened, (left, right), self.widened[key])
+
+
+class Operator:
+    """One of the language's operators, of a tile and what stands beside it.
+
+    Which function of the builder serves two kinds of operands, and which types these need, is found once. numpy makes
+    them as wide as each other.
+    """
+
+    def __init__(self, own: Callable, is_reversed: bool):
+        self.own, self.is_reversed, self.known = own, is_reversed, {}
+
+    def method(self) -> Callable:
+        return lambda tile, other, _semantic=None: self(tile, other)
+
+    def __call__(self, tile: tl.tensor, other):
+        other = other.value if type(other) is tl.constexpr else other
+        if type(other) is not tl.tensor and type(other) not in NUMBERS:
+            return self.own(tile, other)
+        key = tile.type.name, kind(other)
+        if key not in self.known:
+            result, self.known[key] = self.observed(tile, other)
+            return result
+        if self.known[key] is None:
+            return self.own(tile, other)
+        function, for_tile, for_other, constant, result = self.known[key]
+        handle = cast_handle(tile, for_tile)
+        other_handle = cast_handle(other, for_other) if constant is None else constant
+        if self.is_reversed:
+            handle, other_handle = other_handle, handle
+        return tl.tensor(function(handle, other_handle), result)
+
+    def observed(self, tile: tl.tensor, other) -> tuple[tl.tensor, tuple | None]:
+        """The result, and how it came about; None where more than one function computed."""
+        semantic = interpreter.interpreter_semantic
+        semantic.builder, builder = Noting(semantic.builder), semantic.builder
+        try:
+            result, computed = self.own(tile, other), semantic.builder.computed
+        finally:
+            semantic.builder = builder
+        tiles = [x for x in (tile, other) if type(x) is tl.tensor]
+        if len(computed) != 1 or any(x.dtype.name in OF_WIDE_STEPS for x in tiles):
+            return result, None
+        ((function, operands),) = computed
+        for_tile, for_other = reversed(operands) if self.is_reversed else operands
+        if any(is_pointer(x) != is_pointer(y) for x, y in zip((for_tile, for_other), tiles, strict=False)):
+            return result, None  # they have changed places
+        if len(tiles) == 2:
+            return result, (function, wanted(for_tile, tile), wanted(for_other, other), None, result.type)
+        constant = interpreter.TensorHandle(for_other.data.reshape(-1)[:1], for_other.dtype)
+        return result, (function, wanted(for_tile, tile), None, constant, result.type)
+
+
+def indexed(own: Callable) -> Callable:
+    """Tiles by None and whole slices, which add axes; the type of what results is found once for each."""
+    types = {}
+
+    def take(tile: tl.tensor, places, _semantic=None) -> tl.tensor:
+        if type(places) is not tuple or not all(x is None or x == slice(None) for x in places):
+            return own(tile, places)
+        key = tile.type.name, *[x is None for x in places]
+        if key not in types:
+            result = own(tile, places)
+            types[key] = result.type
+            return result
+        handle = interpreter.TensorHandle(tile.handle.data[places], tile.handle.dtype.scalar)
+        return tl.tensor(handle, types[key])
+
+    return take
+
+
+class Noting:
+    """A builder, which notes what it computes, apart from conversions of operands."""
+
+    def __init__(self, builder: interpreter.InterpreterBuilder):
+        self.builder, self.computed = builder, []
+
+    def __getattr__(self, name: str):
+        found = getattr(self.builder, name)
+        if not name.startswith("create_") or name in CONVERSIONS:
+            return found
+
+        def noted(*operands):
+            self.computed.append((found, operands))
+            return found(*operands)
+
+        return noted
+
+
+def is_pointer(x: tl.tensor | interpreter.TensorHandle) -> bool:
+    return x.dtype.scalar.is_ptr()
+
+
+def wanted(operand: interpreter.TensorHandle, x: tl.tensor) -> tl.dtype | None:
+    """The type that x was cast to; None where it was not. The handle of a comparison may not say that it holds bool."""
+    return None if operand.data.dtype == x.handle.data.dtype else operand.dtype
+
+
+def cast_handle(x: tl.tensor, dtype: tl.dtype | None) -> interpreter.TensorHandle:
+    return x.handle if dtype is None else interpreter.interpreter_semantic.cast(x, dtype).handle
 
 
 def kept(constant: tl.tensor) -> tl.tensor:
@@ -131,6 +237,11 @@ def language_changes() -> Callable:
     everywhere.set_attr(core, "_unwrap_if_constexpr", unwrapped)
     changes = [(place, name, getattr(place, name)) for place, name, _ in everywhere._changes]
     everywhere.restore()
+    for n, (place, name, function) in enumerate(changes):
+        if place is tl.tensor and name in OPERATORS:
+            changes[n] = place, name, Operator(function, OPERATORS[name]).method()
+        if (place, name) == (tl.tensor, "__getitem__"):
+            changes[n] = place, name, indexed(function)
 
     def change(_kernel: Callable):
         scope = interpreter._LangPatchScope()
