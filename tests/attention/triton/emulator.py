@@ -7,11 +7,11 @@ of registers, numbers that outgrow 32 bits and what Triton's compiler makes of t
 import builtins
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from inspect import signature
 from math import prod
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -225,6 +225,12 @@ STUBS = {
 }
 
 
+@cache
+def compiled(source: str, path: Path) -> CodeType:
+    """Of all sources, of which one is edited, those that are not are compiled once."""
+    return compile(source, path, "exec")
+
+
 class Sources:
     """The library's modules of kernels and launches, loaded from their source with the stubs in place of Triton.
 
@@ -250,7 +256,7 @@ class Sources:
                 source = source.replace(before, after)
             module = self.modules[name] = ModuleType(name)
             module.__builtins__ = {**vars(builtins), "__import__": self._import}
-            exec(compile(source, path, "exec"), vars(module))
+            exec(compiled(source, path), vars(module))
         return self.modules[name]
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
