@@ -201,6 +201,8 @@ def test_far_cells_of_three_axes_are_told_apart():
     assert PointNeighbourhood(cells, 3).pairs == 71 + 2
     with pytest.raises(ValueError, match="distinct"):
         PointNeighbourhood(torch.cat([cells, cells[:1]]), 3)
+    # Numbered row by row they are alike in 64 bits.
+    assert PointNeighbourhood(torch.tensor([[0, 0, 0], [64, 0, 0], [2**29 - 1] * 3]), 3).pairs == 3
 
 
 def test_no_points_have_no_pairs():
