@@ -7,7 +7,7 @@ STRICT := notebooks/00_question.ipynb
 # Each file in one process, which starts once what its tests share; in the order of tests/conftest.py.
 XDIST := -n auto --dist loadfile --no-loadscope-reorder
 # What `make test-clients` installs without what it would bring.
-ALONE := natten==0.21.7
+ALONE := natten==0.21.7 torchscale-gml==0.2.3
 # Tests that compare numbers, which `make test` repeats as on other processors: without AVX-512, and without any vectors.
 # torch chooses its kernels by the first variable, and oneDNN, which it calls, its own by the second.
 NUMERIC := -m "not full and not gpu"

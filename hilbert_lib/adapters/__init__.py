@@ -2,4 +2,5 @@
 
 transformers  attention implementations "hilbert_window" and "hilbert_dilated" for Hugging Face's transformers
 natten        NATTEN's na1d, na2d, na3d and modules under NATTEN's names
+torchscale    replace_attention for models of torchscale's LongNet such as Prov-GigaPath's, and to_torchscale back
 """

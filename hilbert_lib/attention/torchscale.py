@@ -1,4 +1,4 @@
-"""The weights of torchscale's attention layers by the names that `MultiheadDilatedAttention` gives them."""
+"""The weights of torchscale's attention layers by the names that `MultiheadDilatedAttention` gives them, and back."""
 
 from collections.abc import Mapping
 
@@ -37,6 +37,25 @@ def layer_of_torchscale(state_dict: Mapping[str, Tensor], prefix: str) -> dict[s
     }
     layer |= {f"out_proj.{kind}": theirs[f"out_proj.{kind}"] for kind in ("weight", "bias")}
     return layer | {name.replace("inner_attn_ln", "inner_norm"): theirs[name] for name in NORM if name in theirs}
+
+
+def layer_to_torchscale(layer: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The inverse of `layer_of_torchscale`: the names of torchscale, after a prefix, from our module's state dict.
+
+    Raises ValueError for a layer without biases, or with fewer heads of k and v than of q, which torchscale has not.
+    """
+    if "in_proj.bias" not in layer:
+        raise ValueError("bias must be True for a layer of torchscale, got a layer without in_proj.bias")
+    size = layer["out_proj.bias"].numel()
+    theirs = {}
+    for kind in ("weight", "bias"):
+        joined = layer[f"in_proj.{kind}"]
+        if len(joined) != 3 * size:
+            raise ValueError(f"kv_heads must be num_heads for a layer of torchscale, got in_proj of {len(joined)} rows")
+        theirs |= {f"{name}_proj.{kind}": x for name, x in zip("qkv", joined.split(size), strict=True)}
+        theirs[f"out_proj.{kind}"] = layer[f"out_proj.{kind}"]
+    theirs |= {name: layer[ours] for name in NORM if (ours := name.replace("inner_attn_ln", "inner_norm")) in layer}
+    return {prefix + name: x for name, x in theirs.items()}
 
 
 def _kind(name: str) -> str:

@@ -12,6 +12,6 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
 @pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if "```python" in text])
-def test_every_block_runs(title):
+def test_every_block_runs(title, torchscale):
     (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.S)
     exec(code, {})

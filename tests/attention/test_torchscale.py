@@ -1,6 +1,4 @@
-"""Layers of torchscale's LongNet as modules here: their weights, and what their own code computes where it is there."""
-
-from types import SimpleNamespace
+"""Layers of torchscale's LongNet as modules here; `tests/adapters/test_in_torchscale.py` runs their own code."""
 
 import oracle
 import pytest
@@ -9,6 +7,7 @@ from cases import refusals
 from torch.nn.functional import layer_norm, linear
 
 from hilbert_lib import DilatedPattern, MultiheadDilatedAttention
+from hilbert_lib.attention.torchscale import layer_to_torchscale
 
 EMBED, HEADS = 12, 3
 THEIRS = {"offsets": "head_block", "padding": "zeros"}
@@ -83,41 +82,13 @@ WRONG = {
 test_what_is_not_such_a_layer_is_refused_by_name = refusals(WRONG)
 
 
-def their_layer(pattern: DilatedPattern, monkeypatch):
-    """torchscale's own layer in float64, with a softmax in the place of flash-attn, which it cannot do without."""
-    theirs = pytest.importorskip("torchscale.component.dilated_attention", reason="needs torchscale-gml and einops")
-    plain = pytest.importorskip("torchscale.component.multihead_attention")
-
-    def attend(q, k, v, dropout, bias, softmax_scale, is_causal):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if is_causal:
-            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
-
-    monkeypatch.setattr(plain, "flash_attn_func", attend)
-    options = {"segment_length": pattern.segment_lengths, "dilated_ratio": pattern.dilation_rates}
-    options |= {"flash_attention": True, "seq_parallel": False, "multiway": False, "layernorm_eps": 1e-5}
-    args = SimpleNamespace(**options, xpos_rel_pos=False, xpos_scale_base=512)
-    return theirs.DilatedAttention(args, EMBED, HEADS, self_attention=True, subln=True).double().eval()
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("segment_lengths", "dilation_rates", "length", "equal"),
-    [
-        ((4, 8, 16), (1, 2, 4), 32, True),
-        ((4, 8, 16), (1, 2, 4), 27, True),  # tails
-        ((4, 10, 30), (1, 2, 7), 25, True),  # a rate that divides neither, in one segment of all
-        ((1024, 5792, 32768, 185363, 2**20), (1, 2, 4, 8, 16), 1029, True),  # Prov-GigaPath's
-        ((9,), (2,), 24, False),  # their scatter moves the rows after a segment that is not whole
-    ],
-)
-def test_outputs_are_those_of_the_package(segment_lengths, dilation_rates, length, equal, is_causal, monkeypatch):
-    pattern = DilatedPattern(segment_lengths, dilation_rates, **THEIRS)
-    theirs = their_layer(pattern, monkeypatch)
-    names = {f"attn.{name}": x for name, x in theirs.state_dict().items()}
-    ours = MultiheadDilatedAttention.from_torchscale(names, "attn.", pattern, HEADS)
-    x = torch.randn(2, length, EMBED, dtype=torch.float64)
-    difference = (ours(x, is_causal=is_causal)[0] - theirs(x, x, x, is_causal=is_causal)[0]).abs().max().item()
-    assert (difference < 1e-12) == equal
+def test_the_names_of_torchscale_are_given_back():
+    for norm in (True, False):
+        given = {name: x for name, x in weights(norm=norm).items() if name.startswith(PREFIX)}
+        module = MultiheadDilatedAttention.from_torchscale(given, PREFIX, ONE, HEADS)
+        returned = layer_to_torchscale(module.state_dict(), PREFIX)
+        assert returned.keys() == given.keys()
+        assert all(torch.equal(returned[name], x) for name, x in given.items())
+    for options, says in (({"bias": False}, "bias must be True"), ({"kv_heads": 1}, "kv_heads must be num_heads")):
+        with pytest.raises(ValueError, match=says):
+            layer_to_torchscale(MultiheadDilatedAttention(EMBED, HEADS, ONE, **options).state_dict(), "")
