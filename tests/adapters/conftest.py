@@ -19,7 +19,7 @@ def softmax_attention(q, k, v, dropout, bias, softmax_scale, is_causal):
 
 @pytest.fixture
 def torchscale(monkeypatch):
-    """torchscale on a CPU. Of timm, which would bring torchvision, it takes one function: it drops paths in training."""
+    """torchscale on a CPU. Of timm, which would bring torchvision, it takes one function, for training."""
     for name in ("timm", "timm.models", "timm.models.layers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["timm.models.layers"].drop_path = None  # no path is dropped here
