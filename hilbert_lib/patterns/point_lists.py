@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hilbert_lib.curves.codes import hilbert_codes
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists, tiles_of, words_of
 
 FAN = 8  # boxes that make one of the next level
@@ -30,6 +31,16 @@ class Cells(NamedTuple):
 
     places: Tensor  # (axes, blocks * 64) int32: coordinates of the cell at each place; past the end any
     order: Tensor  # (n,) int64: the row of the cell at each place
+
+
+class Windows(NamedTuple):
+    """Who sees whom, in the order of work."""
+
+    keys: Tensor  # (axes, key places) int32: the cell of each key
+    least: Tensor  # (axes, query places) int32: the least cell that each query sees
+    largest: Tensor
+    query_count: int  # further places hold nobody
+    key_count: int
 
 
 def in_order(cells: Tensor, has_clouds: bool) -> Cells:
@@ -74,36 +85,52 @@ def packed(queries: Cells, keys: Cells, before: tuple[int, ...], window: tuple[i
     least, largest = queries.places - reach[0], queries.places + reach[1]  # cells that a query sees
     counts = len(queries.order), len(keys.order)
     query_blocks, key_blocks = meeting(_boxes(least, largest, counts[0]), _boxes(keys.places, keys.places, counts[1]))
-
-    def seen_of(blocks: Tensor, places: Tensor) -> Tensor:
-        # Whether each query of some blocks sees the keys at some places (blocks, 64), -1 for none: (blocks, 64, 64).
-        rows = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=device)
-        seen = (rows < counts[0])[:, :, None] & (places >= 0)[:, None] & (places < counts[1])[:, None]
-        places = places.clamp(min=0)
-        for key, first, last in zip(keys.places, least, largest, strict=True):
-            own = key[places][:, None]
-            seen &= (own >= first[rows][:, :, None]) & (own <= last[rows][:, :, None])
-        return seen
-
-    number = torch.arange(BLOCK, device=device)
-    met = []
-    for n in range(0, len(query_blocks), BLOCKS_AT_ONCE):
-        chunk = slice(n, n + BLOCKS_AT_ONCE)
-        places = key_blocks[chunk, None] * BLOCK + number
-        pair, key = seen_of(query_blocks[chunk], places).any(1).nonzero(as_tuple=True)
-        met.append(torch.stack([query_blocks[chunk][pair], places[pair, key]]))
-    block, place = torch.cat(met, 1) if met else query_blocks.new_empty(2, 0)
-    blocks = queries.places.shape[1] // BLOCK
-    tile_blocks, starts, tile_places = tiles_of(block, place, blocks)
-    words = [
-        words_of(seen_of(*chunk))
-        for chunk in zip(tile_blocks.split(BLOCKS_AT_ONCE), tile_places.split(BLOCKS_AT_ONCE), strict=True)
-    ]
+    windows = Windows(keys.places, least, largest, *counts)
+    pair, key = _met(windows, query_blocks, key_blocks).nonzero(as_tuple=True)
+    place = key_blocks[pair] * BLOCK + key
+    tile_blocks, starts, tile_places = tiles_of(query_blocks[pair], place, queries.places.shape[1] // BLOCK)
+    words = _words(windows, tile_blocks, tile_places)
     key_rows = tile_places
     if len(tile_places):
         key_rows = keys.order[tile_places.clamp(min=0)].where(tile_places >= 0, -1)
     query_rows = pad(queries.order, (0, -counts[0] % BLOCK), value=-1)
-    return PackedLists(query_rows.int(), starts, key_rows.int(), torch.cat(words), *counts)
+    return PackedLists(query_rows.int(), starts, key_rows.int(), words, *counts)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and kernel_mode() == "compiled"
+
+
+def _met(windows: Windows, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+    # Which keys of a block any query of another sees: (pairs, 64) bool.
+    if _has_kernel(query_blocks.device):
+        from hilbert_lib.patterns import point_kernels  # triton is imported only where a kernel is used
+
+        return point_kernels.met(*windows, query_blocks, key_blocks)
+    places = key_blocks[:, None] * BLOCK + torch.arange(BLOCK, device=key_blocks.device)
+    chunks = zip(query_blocks.split(BLOCKS_AT_ONCE), places.split(BLOCKS_AT_ONCE), strict=True)
+    return torch.cat([_seen(windows, *chunk).any(1) for chunk in chunks])
+
+
+def _words(windows: Windows, tile_blocks: Tensor, tile_places: Tensor) -> Tensor:
+    # Which keys of a tile each query of its block sees: (tiles, 64) int64.
+    if _has_kernel(tile_blocks.device):
+        from hilbert_lib.patterns import point_kernels  # triton is imported only where a kernel is used
+
+        return point_kernels.words(*windows, tile_blocks, tile_places)
+    chunks = zip(tile_blocks.split(BLOCKS_AT_ONCE), tile_places.split(BLOCKS_AT_ONCE), strict=True)
+    return torch.cat([words_of(_seen(windows, *chunk)) for chunk in chunks])
+
+
+def _seen(windows: Windows, blocks: Tensor, places: Tensor) -> Tensor:
+    # Whether each query of some blocks sees the keys at some places (blocks, 64), -1 for none: (blocks, 64, 64).
+    rows = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
+    seen = (rows < windows.query_count)[:, :, None] & ((places >= 0) & (places < windows.key_count))[:, None]
+    places = places.clamp(min=0)
+    for key, first, last in zip(windows.keys, windows.least, windows.largest, strict=True):
+        own = key[places][:, None]
+        seen &= (own >= first[rows][:, :, None]) & (own <= last[rows][:, :, None])
+    return seen
 
 
 def _boxes(least: Tensor, largest: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -17,16 +17,16 @@ INTERPRETED = {"forward": Config(64, 64), "dq": Config(32, 32), "dkv": Config(32
 CONFIGS = {
     "forward": {
         (2, 64): Config(64, 64, 4, 1, 128), (2, 128): Config(64, 64, 4, 1, 168), (2, 256): Config(64, 32, 8, 1),
-        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 4, 1),
+        (4, 64): Config(32, 32, 8, 1), (4, 128): Config(16, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
     "dq": {
         (2, 64): Config(64, 64, 4, 1, 128), (2, 128): Config(64, 64, 4, 1), (2, 256): Config(64, 32, 8, 1),
-        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 4, 1),
+        (4, 64): Config(32, 32, 8, 1), (4, 128): Config(16, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
     "dkv": {
         (2, 32): Config(64, 64, 4, 1, 128), (2, 64): Config(64, 64, 4, 1, 168), (2, 128): Config(64, 64, 4, 1),
         (2, 256): Config(32, 32, 8, 1),
-        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 4, 1),
+        (4, 64): Config(32, 32, 8, 1), (4, 128): Config(16, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
 EXTRA_PROGRAMS = 512  # of a launch for extra keys, about: with few of these, queries are parted

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from cases import POINT_CASES, check_points
+from cases import POINT_CASES, check_points, points_of
 from torch import Tensor
 
+from hilbert_lib import PointNeighbourhood
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.patterns import point_lists
 from hilbert_lib.patterns.packed_lists import PackedLists
 from hilbert_lib.patterns.points import ListedPairs
 
@@ -135,3 +137,16 @@ def test_what_is_no_number_in_v_reaches_only_those_who_see_it():
 def test_points_equal_the_oracle(case):
     kind, dtype, *rest = case
     check_points("triton", kind, torch.float32 if dtype == torch.float64 else dtype, *rest, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["even", "clouds", "keys", "alone"])
+def test_lists_by_kernels_are_those_by_comparison(kind, monkeypatch):
+    made, points = [], points_of(kind)
+    for has_kernel in (True, False):
+        monkeypatch.setattr(point_lists, "_has_kernel", lambda device, has_kernel=has_kernel: has_kernel)
+        options = {} if points.key_coordinates is None else {"keys": points.key_coordinates.to(DEVICE)}
+        batch = None if points.batch is None else points.batch.to(DEVICE)
+        cells = points.coordinates.to(DEVICE)
+        made.append(PointNeighbourhood(cells, points.window, batch, dilation=points.dilation, **options))
+    assert len(made[0].list_tensors) == len(made[1].list_tensors)
+    assert all(map(torch.equal, made[0].list_tensors, made[1].list_tensors))
