@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
+from hilbert_lib.attention.triton.hopper import bias as biases
 from hilbert_lib.attention.triton.hopper import boxes, masks, places, steps, tiles
 
 # Steps as in `grid_forward`, for the two tensors of a tile (x, y), of its boxes (a, b), and of the results (u, w).
@@ -40,17 +41,19 @@ class Shared(NamedTuple):
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
 def backward_kernel(
-    lse, delta, x, y, a, b, extra_a, extra_b, u, w, windows, part, padding, extra_padding, scale,
+    lse, delta, x, y, a, b, extra_a, extra_b, u, w, bias, windows, part, padding, extra_padding,
+    scale,
     xb, x0, x1, x2, yb, y0, y1, y2, ab, a0, a1, a2, bb, b0, b1, b2, ub, u0, u1, u2, wb, w0, w1, w2, eb, fb,
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.constexpr, OF_KEYS: gl.constexpr, RULES: gl.constexpr,
     EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """dq (u) of tiles of queries (x) and dout (y), from boxes of k (a) and v (b).
 
     With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). All tensors but
     lse, delta and masks are descriptors. With IN_FLOAT, which is then the head_dim, dk and dv are dense and float32. A
-    value or score that is not finite may reach the gradients of rows near it.
+    value or score that is not finite may reach the gradients of rows near it. BIAS is as in the forward.
     """
     dtype: gl.constexpr = x.dtype
     B0: gl.constexpr = boxes.side(RULES, 0)
@@ -82,12 +85,12 @@ def backward_kernel(
     if OF_KEYS:
         gl.warp_specialize([
             (_differentiate_keys, (
-                0, u, w, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
-                IN_FLOAT,
+                0, u, w, bias, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
+                IN_FLOAT, BIAS,
             )),
             (_differentiate_keys, (
-                1, u, w, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
-                IN_FLOAT,
+                1, u, w, bias, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
+                IN_FLOAT, BIAS,
             )),
             (_copy, (
                 lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, False, True,
@@ -96,12 +99,12 @@ def backward_kernel(
     else:
         gl.warp_specialize([
             (_differentiate_queries, (
-                0, lse, delta, u, key_masks, scale, u_moves, shared, axes, sizes,
-                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+                0, lse, delta, u, bias, key_masks, scale, u_moves, shared, axes, sizes,
+                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
             )),
             (_differentiate_queries, (
-                1, lse, delta, u, key_masks, scale, u_moves, shared, axes, sizes,
-                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+                1, lse, delta, u, bias, key_masks, scale, u_moves, shared, axes, sizes,
+                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
             )),
             (_copy, (
                 lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, EXTRA, False,
@@ -207,9 +210,9 @@ def _as_exponent(lse):
 
 @gluon.jit
 def _differentiate_queries(
-    NUMBER: gl.constexpr, lse, delta, dq, key_masks, scale, moves, shared, axes, sizes,
+    NUMBER: gl.constexpr, lse, delta, dq, bias, key_masks, scale, moves, shared, axes, sizes,
     BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
-    EXTRA_PADDING: gl.constexpr,
+    EXTRA_PADDING: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: dq of 64 queries of each tile. The product for dq comes one box late."""
     heads, group, extra, total, programs = sizes
@@ -231,6 +234,7 @@ def _differentiate_queries(
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         sights = masks.sights_of(corner, number, reaches, axes, RULES)
         ranks = boxes.ranks_of(number, corner, RULES)
+        table = biases.table_of(bias, place.h, ranks, RULES, BIAS)
         is_query = boxes.is_there(ranks, queries.stop)  # [GROUP_ROWS]
         row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
         lse_row = _as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
@@ -255,9 +259,10 @@ def _differentiate_queries(
                 tiles.wait_full(shared.full, block)
                 k_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
                 v_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
-                score_token = warpgroup_mma(
-                    q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                bias_tile = biases.tile_of(
+                    table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS]
+                score_token = steps.product(q_tile, k_tile, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
                 weight_token = warpgroup_mma(
                     d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )  # [GROUP_ROWS, GROUP_ROWS]
@@ -330,8 +335,8 @@ def _late(slopes, acc, shared, last):
 
 @gluon.jit
 def _differentiate_keys(
-    NUMBER: gl.constexpr, dk, dv, windows, padding, scale, k_moves, v_moves, shared, axes, sizes,
-    BLOCK_D: gl.constexpr, RULES: gl.constexpr, PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
+    NUMBER: gl.constexpr, dk, dv, bias, windows, padding, scale, k_moves, v_moves, shared, axes, sizes,
+    BLOCK_D: gl.constexpr, RULES: gl.constexpr, PADDING: gl.constexpr, IN_FLOAT: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: dk and dv of 64 keys of each tile. Scores are computed transposed, keys by queries.
 
@@ -367,7 +372,8 @@ def _differentiate_keys(
         late_weights = steps.as_operand(zeros, k_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
         late_slopes = late_weights  # [GROUP_ROWS, GROUP_ROWS]
         last = -1  # the box whose products for dk and dv are still to come
-        for _member in range(group):
+        for member in range(group):
+            table = biases.table_of(bias, place.h + member, boxes.ranks_of(number, corner, RULES), RULES, BIAS)
             step = (0, 0, 0)
             box = boxes.box_of(step, reaches, axes, RULES)
             is_seen = masks.sees(seers, box, RULES)
@@ -377,9 +383,10 @@ def _differentiate_keys(
                     tiles.wait_full(shared.full, block)
                     q_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
                     d_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
-                    score_token = warpgroup_mma(
-                        k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                    bias_tile = biases.tile_of(
+                        table, this_box, reaches, axes, False, RULES, BIAS, True, False
                     )  # [GROUP_ROWS, GROUP_ROWS]
+                    score_token = steps.product(k_tile, q_tile, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
                     weight_token = warpgroup_mma(
                         v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
                     )  # [GROUP_ROWS, GROUP_ROWS]

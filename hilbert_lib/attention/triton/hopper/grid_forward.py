@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
+from hilbert_lib.attention.triton.hopper import bias as biases
 from hilbert_lib.attention.triton.hopper import boxes, masks, places, steps, tiles
 
 # Steps along the axis of heads of a descriptor, from a sequence (b), and a residue of each axis (0, 1, 2), to the next.
@@ -50,13 +51,14 @@ def holds_queries(columns):
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
 def forward_kernel(
-    lse, flag, q, k, v, extra_k, extra_v, out, windows, part, padding, extra_padding, scale,
+    lse, flag, q, k, v, extra_k, extra_v, out, bias, windows, part, padding, extra_padding, scale,
     qb, q0, q1, q2, kb, k0, k1, k2, vb, v0, v1, v2, ob, o0, o1, o2, eb, fb,
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
-    EXTRA_PADDING: gl.constexpr,
+    EXTRA_PADDING: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Output and lse of tiles of 128 queries. q, k, v, the extra keys and out are descriptors (`box_descriptors`).
+    BIAS: the `bias.Form` of the table of bias, or None.
 
     flag becomes 1 where a row is NaN. A value that is not attended to and not finite may cause that. So the plain
     kernel then runs again.
@@ -89,12 +91,12 @@ def forward_kernel(
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
-            0, results, key_masks, scale, out_moves, shared, ring, axes, sizes,
-            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+            0, results, key_masks, bias, scale, out_moves, shared, ring, axes, sizes,
+            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
         )),
         (_attend, (
-            1, results, key_masks, scale, out_moves, shared, ring, axes, sizes,
-            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+            1, results, key_masks, bias, scale, out_moves, shared, ring, axes, sizes,
+            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
         )),
         (_copy, (q, k, v, extra_k, extra_v, windows, moves, shared, ring, axes, sizes, RULES, EXTRA)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
@@ -153,8 +155,9 @@ def _fetch(k, v, k_at, v_at, ring, block):
 
 @gluon.jit
 def _attend(
-    NUMBER: gl.constexpr, results, key_masks, scale, moves, shared, ring, axes, sizes, BLOCK_D: gl.constexpr,
+    NUMBER: gl.constexpr, results, key_masks, bias, scale, moves, shared, ring, axes, sizes, BLOCK_D: gl.constexpr,
     RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of each tile against every box of keys that it sees.
 
@@ -189,6 +192,7 @@ def _attend(
         reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, False)
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         sights = masks.sights_of(corner, number, reaches, axes, RULES)
+        table = biases.table_of(bias, place.h, boxes.ranks_of(number, corner, RULES), RULES, BIAS)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.q_full.index(buffer), turn // boxes.BUFFERS & 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
@@ -205,7 +209,10 @@ def _attend(
         for j in range(box_count):
             this_box = box
             if is_seen:
-                score_token = steps.start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
+                bias_tile = biases.tile_of(
+                    table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
+                )  # [GROUP_ROWS, KEYS]
+                score_token = steps.start_scores(q_tile, ring, block, bias_tile)  # [GROUP_ROWS, KEYS]
                 token = score_token  # [GROUP_ROWS, KEYS]
                 if LATE:
                     token = _values(weights, acc, ring, last)  # [GROUP_ROWS, BLOCK_D]

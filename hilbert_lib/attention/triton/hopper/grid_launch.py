@@ -54,7 +54,9 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
         from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
 
     request = on_its_keys(request) if request.part else request
-    q, k, v, extra_k, extra_v, _ = inputs = Tensors(*_as_read(inputs.with_rows, request))
+    inputs = Tensors(*_as_read(inputs.with_rows, request), as_contiguous(inputs.bias))
+    q, k, v, extra_k, extra_v, _ = inputs
+    table = table_of_bias(inputs, request)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -63,12 +65,12 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 
     def starts() -> list[Start]:
         return [
-            _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), inputs, request, q.shape[2], **named),
+            _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), inputs, request, table, q.shape[2], **named),
             plain.of_queries(inputs, request, out=out, lse=lse, flag=flag),
         ]
 
     call = (*inputs, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid forward on hopper", *request.options, made=(out, lse, flag))
+    start(starts, call, "grid forward on hopper", *request.options, made=(out, lse, flag, table))
     return out, lse
 
 
@@ -83,7 +85,8 @@ def backward(
     in_float = request.part is not None and request.part.in_float
     *read, dout = _as_read((*inputs.with_rows, dout), request)
     q, k, v, extra_k, extra_v = read
-    inputs = Tensors(*read)
+    inputs = Tensors(*read, as_contiguous(inputs.bias))
+    tables = table_of_bias(inputs, request), table_of_bias(inputs, request, is_flipped=True)
     dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(read)]
     grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(read, dtypes, strict=True)))
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
@@ -92,30 +95,32 @@ def backward(
 
     def starts() -> list[Start]:
         launches = [plain.delta_of(dout, out, delta, dlse)]
-        for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2])):
+        for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
             stages, b_stages = RINGS[columns_of(q), tensors is of_keys]
             constants = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
             constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             by_query = q, dout, grads.q
             launches.append(
-                _start(backward_kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, heads, **constants)
+                _start(
+                    backward_kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, table, heads, **constants
+                )
             )
         if extra_k.shape[1]:
             launches.append(plain.of_keys(dout, inputs, lse, delta, request, grads, extra=True))
         return launches
 
     call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows))
+    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows, *tables))
     return grads
 
 
 def _start(
     kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple, inputs: Tensors, request: Request,
-    heads: int, *, programs: int = 1, **named,
+    table: Tensor | None, heads: int, *, programs: int = 1, **named,
 ) -> Start:  # fmt: skip
     # The launch for the tiles of `heads` heads, with `programs` on a multiprocessor. tensors: (tensors on the grid that
     # are read, extra keys, results). by_query: those of them with a row for each query. moves: argument names of steps
-    # along axes of heads, of the read tensors, of the results, and of the extra keys.
+    # along axes of heads, of the read tensors, of the results, and of the extra keys. table: of bias.
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
 
     q, (read, extra, results), form = inputs.q, tensors, _form(request.neighbourhoods[0], request.part)
@@ -138,12 +143,58 @@ def _start(
         "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": columns, "RULES": form.rules,
         "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
         "EXTRA_PADDING": request.extra_padding_mask is not None,
+        "bias": table, "BIAS": None if table is None else bias_form(request),
         "total": total, "programs": min(total, programs * multiprocessors(q.device)),
     }  # fmt: skip
     names = _names(kernel)
     used = {name: value for name, value in named.items() if name in names}
     count = _started(total, named["programs"], ROUNDS if request.part else 1)
     return Start(kernel, (count,), (*pointers, *described), used)
+
+
+def as_contiguous(bias: Tensor | None) -> Tensor | None:
+    """A bias whose entries lie one after the other."""
+    return None if bias is None else bias.contiguous()
+
+
+def table_of_bias(inputs: Tensors, request: Request, *, is_flipped: bool = False) -> Tensor | None:
+    """The table of bias as the kernels read it (`hopper.bias`): float32, over the scale, padded; flipped for dk and dv.
+
+    What would leave float32 becomes its largest number.
+    """
+    if inputs.bias is None:
+        return None
+    form, sides, largest = bias_form(request), request.pattern.bias_sides, torch.finfo(torch.float32).max
+    axes = range(-len(sides), 0)
+    bias = inputs.bias.float()
+    scaled = (bias / request.scale).clamp(-largest, largest).where(bias.isfinite(), bias)
+    scaled = scaled.flip([*axes]) if is_flipped else scaled
+    table = torch.zeros(len(bias), *form.sides[3 - len(sides) :], dtype=torch.float32, device=bias.device)
+    inner = table
+    for n, side in zip(axes, sides, strict=True):
+        inner = inner.narrow(n, form.centre[n] - side // 2, side)
+    inner.copy_(scaled)
+    return table
+
+
+def bias_form(request: Request) -> "Form":  # noqa: F821 - of a module that is imported where it runs
+    """The sizes of a padded table of bias."""
+    return _bias_form(request.neighbourhoods[0], request.part, request.pattern.bias_sides)
+
+
+@lru_cache(maxsize=256)
+def _bias_form(near: Neighbourhood, part: GridPart | None, entries: tuple[int, ...]) -> "Form":  # noqa: F821
+    from hilbert_lib.attention.triton.hopper.bias import Form
+
+    axes, box, missing = plain.axes_of(near), _form(near, part).rules.box, 3 - len(entries)
+    centre, sides = [], []
+    for n, (axis, side, count) in enumerate(zip(axes, box, (1,) * missing + entries, strict=True)):
+        # A query and a key of a group and a box that it sees are so many ranks farther apart than some pair that
+        # attends. On an axis that wraps places have bounds instead.
+        margin = 0 if n < missing or axis.edge == "wrap" else 2 * (side - 1) + 2 * (axis.stride - 1)
+        centre.append(count // 2 + margin)
+        sides.append(count + 2 * margin)
+    return Form(tuple(centre), tuple(sides))
 
 
 def _started(total: int, programs: int, rounds: int) -> int:
