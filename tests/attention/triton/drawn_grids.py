@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from allpairspy import AllPairs
-from cases import LAYOUTS, MORE, boxed, differentiated, query_boxed, ranges
+from cases import LAYOUTS, MORE, bias_sides, boxed, differentiated, query_boxed, ranges
 from oracle import attending
 
 from hilbert_lib import Neighbourhood
@@ -74,6 +74,7 @@ class Case(NamedTuple):
     is_extra_padded: bool
     layout: str
     dtype: torch.dtype
+    has_bias: bool = False
 
 
 def drawn_axis(random: Random, ranks: tuple[int, int], edge: str, steps: tuple[str, ...]) -> tuple:
@@ -114,7 +115,7 @@ def special(name: str) -> list[Case]:
 
 @cache
 def expected(case: Case) -> tuple:
-    """Inputs, and what is right: out and lse, and the gradients of q, k, v and the extra keys."""
+    """Inputs, and what is right: out and lse, and the gradients of q, k, v, the extra keys and the bias, if any."""
     generator = torch.Generator().manual_seed(0)
     seq, kv_heads = case.windows[0].length, len(case.windows)
 
@@ -122,12 +123,14 @@ def expected(case: Case) -> tuple:
         return torch.randn(case.batch, rows, heads, case.head_dim, generator=generator).to(case.dtype)
 
     own = (seq, case.heads), *[(seq, kv_heads)] * 2, *[(case.extra, kv_heads)] * 2
-    given, dout = Tensors(*(draw(*each) for each in own)), draw(seq, case.heads)
+    *given, dout = *(draw(*each) for each in own), draw(seq, case.heads)
     masks = [torch.rand(case.batch, n, generator=generator) < 0.4 for n in (seq, case.extra)]
     masks = [mask if used else None for mask, used in zip(masks, (case.is_padded, case.is_extra_padded), strict=True)]
     hidden = {"key_padding_mask": masks[0], "extra_padding_mask": masks[1]}
+    if case.has_bias:
+        given.append(torch.randn(case.heads, *bias_sides(case.windows), generator=generator))
     exact = attending(case.windows, scale=case.head_dim**-0.5, **hidden)
-    return given, dout, masks, differentiated(exact, [x.double() for x in (*given.with_rows, dout)])
+    return Tensors(*given), dout, masks, differentiated(exact, [x.double() for x in (*given, dout)])
 
 
 def boxed_part(name: str) -> tuple:

@@ -14,6 +14,7 @@ DTYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.int32: gl.int32,
+    torch.int64: gl.int64,
     torch.bool: gl.int1,
 }
 
@@ -146,6 +147,11 @@ class Pointer:
         self.memory.cells[at] = self.memory.encoded(np.broadcast_to(raw(value), mask.shape)[mask])
 
 
+    def add(self, value, mask):
+        at, mask = self._reached(mask)
+        np.add.at(self.memory.cells, at, np.broadcast_to(raw(value), mask.shape)[mask])
+
+
 class Descriptor:
     """A copy engine's descriptor in a kernel: boxes of a tensor of up to five dimensions."""
 
@@ -262,6 +268,7 @@ def on_arrays(function: Callable) -> Callable:
 FUNCTIONS = {
     "load": lambda pointer, mask=None, other=0: pointer.load(mask, other),
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
+    "atomic_add": lambda pointer, value, mask=None, sem=None: pointer.add(value, mask),
     "arange": lambda start, end, layout=None: Value(np.arange(start, end)),
     "full": lambda shape, value, dtype, layout=None: Value(np.full(shape, value, np.float32), None).to(dtype),
     "zeros": lambda shape, dtype, layout=None: Value(np.zeros(shape, np.float32), dtype),

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType, SimpleNamespace
 import numpy as np
 import torch
 from emulated_program import Barrier, Barriers, Program
-from emulated_tiles import FUNCTIONS, Descriptor, Fault, Memory, Pointer, SharedTile, Value, fence, matrix_product
+from emulated_tiles import FUNCTIONS, Descriptor, Fault, Memory, Pointer, SharedTile, Value, fence, matrix_product, raw
 from mutations import Mutation
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -34,7 +34,16 @@ EMULATED = {  # all that a call runs but what is decided without triton
     *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "forward", "backward", "launch")),
     *(
         f"{PACKAGE}.hopper.{name}"
-        for name in ("boxes", "places", "masks", "box_descriptors", "grid_forward", "grid_backward", "grid_launch")
+        for name in (
+            "bias",
+            "boxes",
+            "places",
+            "masks",
+            "box_descriptors",
+            "grid_forward",
+            "grid_backward",
+            "grid_launch",
+        )
     ),
 }
 LAYOUTS = ("SliceLayout", "DotOperandLayout", "BlockedLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
@@ -135,7 +144,7 @@ def barrier_in(asm: str) -> tuple[int, int, bool] | None:
 
 
 def inline_asm(asm, constraints, args, *, dtype, is_pure, pack):
-    """What the kernels' assembly does: `tiles.arrive` and its like, and `steps._scaled_if_any`."""
+    """What the kernels' assembly does: `tiles.arrive` and its like, `steps._scaled_if_any`, and sums of `bias`."""
     if "@never" in asm:  # `tiles.held`: only the compiler sees it
         return args[0]
     if barrier := barrier_in(asm):
@@ -143,9 +152,60 @@ def inline_asm(asm, constraints, args, *, dtype, is_pure, pack):
         # Registers of the result come first, and each operand has `pack`.
         running.meet(int(args[register // pack - 1]), threads, is_waited_for)
         return None
+    if ".shared" in asm:
+        return on_sums(asm, args, pack)
     if "mul.f32" in asm:
         return args[0] * args[1]
     raise NotImplementedError(asm)
+
+
+def on_sums(asm: str, args: list, pack: int):
+    """What assembly does with 32-bit sums in shared memory, which hold anything at first."""
+    if words := re.search(r"\.b32 \w+\[(\d+)\]", asm):
+        running.sums = np.full(int(words[1]), 12345)
+        return Value(np.int64(0))
+    if asm.startswith("ld.shared"):
+        at = args[0].array // 4
+        found = running.sums[at]
+        running.sums[at] = 0
+        return Value(found)
+    tiles = np.broadcast_arrays(*map(raw, args))
+    by_element = [of_threads(x) for x in tiles] if pack > 1 else [x[None] for x in tiles]
+    registers = {f"${n}": by_element[max(n // pack - 1, 0)][n % pack] for n in range((len(args) + 1) * pack)}
+    for line in asm.strip("{} ").split(";"):
+        run_line(line.strip(), registers)
+    return args[0]
+
+
+def of_threads(tile: np.ndarray) -> np.ndarray:
+    """A [64, 64] product as four warps hold it: [elements of a thread, threads]."""
+    warps = tile.reshape(4, 2, 8, 8, 4, 2)  # warp, row of two, row of eight, columns of eight, pair, column of two
+    return warps.transpose(3, 1, 5, 0, 2, 4).reshape(32, 128)
+
+
+def run_line(line: str, registers: dict[str, np.ndarray]) -> None:
+    """Run a line of assembly for all threads."""
+    name, _, rest = line.partition(" ")
+    to, *read = [x.strip() for x in rest.split(",")]
+    if name in ("", ".reg"):
+        return
+    if name == "red.shared.add.s32":
+        register, _, further = to.strip("[]").partition("+")
+        at = registers[register] + int(further or 0)
+        if (at % 4).any() or not 0 <= at.min() <= at.max() < 4 * running.sums.size:
+            raise Fault(f"addresses {at.min()} to {at.max()} of {running.sums.size} sums")
+        np.add.at(running.sums, at // 4, registers[read[0]])
+        if np.abs(running.sums).max() >= 2**31:
+            raise Fault("a sum leaves 32 bits")
+        return
+    values = [registers[x] for x in read]
+    does = {
+        "mov.f32": lambda x: x,
+        "add.f32": np.add,
+        "mul.f32": np.multiply,
+        "cvt.rni.s32.f32": lambda x: np.rint(x).astype(np.int64),
+    }
+    registers[to] = does[name](*values)
 
 
 def allocate(dtype, shape, layout):

@@ -30,18 +30,20 @@ MORE_CASES = [pytest.param(number, marks=pytest.mark.full) for number in range(l
 def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
     """What the kernels compute, by name: of the forward, and then of the backward."""
     given, dout, masks, _ = expected(case)
-    given = Tensors(*(stored(x, case.layout) for x in given.with_rows))
+    given = Tensors(*(stored(x, case.layout) for x in given.with_rows), given.bias)
     request = Request(
         HeadNeighbourhoods(case.windows),
         scale=case.head_dim**-0.5,
         key_padding_mask=masks[0],
         extra_padding_mask=masks[1],
+        has_bias=case.has_bias,
+        bias_gradient=case.has_bias,
     )
     sources.starts.clear()
     out, lse = sources.grids.forward(given, request)
     yield from (("out", out), ("lse", lse))
     grads = sources.grids.backward(stored(dout, case.layout), given, out, lse, request)
-    yield from zip(("dq", "dk", "dv", "dextra_k", "dextra_v"), grads.with_rows, strict=True)
+    yield from zip(("dq", "dk", "dv", "dextra_k", "dextra_v", "dbias"), grads[: 5 + case.has_bias], strict=True)
 
 
 def fault_of(sources, case: Case) -> str | None:
@@ -81,6 +83,11 @@ def test_gradients_of_lse_equal_the_oracles(sources):
     assert [name for name in (each.kernel.__module__ for each in sources.starts) if ".hopper." in name] == KERNELS
     found = dict(zip(("dq", "dk", "dv", "dextra_k", "dextra_v"), grads[:5], strict=True))
     assert emulator.wrong(found, right, NORM_TOLERANCE[torch.bfloat16]) is None
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=str)
+def test_a_bias_equals_the_oracles(sources, number):
+    assert fault_of(sources, drawn(number)._replace(has_bias=True)) is None
 
 
 @pytest.mark.parametrize("name", SPECIAL)

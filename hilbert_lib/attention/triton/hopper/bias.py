@@ -8,12 +8,19 @@ needs a bound:
     places of the table               0 | margin | entry 0 ... entry 2 w - 2 | margin | up to a round number
 
 Columns are keys or, for dk and dv, queries; then the table is flipped. A pair that does not attend has any entry.
+
+The gradient is summed in whole numbers, whose order is nothing to the sum: the bits are the same every time.
+
+    a pair's gradient * unit        rounded; some pairs of a thread that share an entry are added before
+    sums of a tile of queries       32 bits, in shared memory
+    sums of the launch              64 bits, in global memory; the launch divides them by the unit
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hilbert_lib.attention.triton.grid import WRAP, window
 from hilbert_lib.attention.triton.hopper import boxes, tiles
@@ -44,6 +51,28 @@ def _size(form):
     return form.sides[0] * form.sides[1] * form.sides[2]
 
 
+@gluon.constexpr_function
+def _words(form):
+    """Places of the sums of a tile: whole kilobytes, since the tiles that follow begin at such."""
+    return -(-_size(form) // 256) * 256
+
+
+@gluon.constexpr_function
+def _wraps(rules):
+    """Whether places hang on more than the ranks of a row and of a column."""
+    return 2 in rules.edge
+
+
+class Sums(NamedTuple):
+    """The gradient of a table of bias, where a launch computes it."""
+
+    total: gl.tensor  # (heads, places) int64: a pointer
+    unit: gl.tensor  # (heads,) float32: a pointer
+    address: gl.tensor  # of a tile's sums in shared memory
+    full: gl.shared_memory_descriptor  # both groups added theirs
+    free: gl.shared_memory_descriptor  # both groups cleared their half
+
+
 class Table(NamedTuple):
     """The table of a head, beside a group of rows."""
 
@@ -70,7 +99,7 @@ def _of_row(ranks, AXIS: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr):
     if boxes.exists(RULES, AXIS) and boxes.edge(RULES, AXIS) != WRAP:
         return (CENTRE - ranks) * STEP
     else:
-        return gl.zeros_like(ranks)
+        return ranks * 0
 
 
 @gluon.jit
@@ -97,57 +126,173 @@ def tile_of(
 
 @gluon.jit
 def _of_box(table, box, reaches, axes, RULES: gl.constexpr, FORM: gl.constexpr, OF_KEYS: gl.constexpr):
-    SCORES: gl.constexpr = tiles.product_layout(tiles.GROUP_ROWS)
+    rows, cells = _places_of(
+        table, box, reaches, axes, tiles.product_layout(tiles.GROUP_ROWS), RULES, FORM, OF_KEYS
+    )  # [GROUP_ROWS, 1 or columns], [1, columns]
+    # Cells come last: what they add to an address is then a constant of each load.
+    return gl.load(table.entries + rows + cells)
+
+
+@gluon.jit
+def _places_of(
+    table, box, reaches, axes, SCORES: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr, OF_KEYS: gl.constexpr
+):
+    """Two parts of the places of a group of rows and a box, which are their sum."""
     column = gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(0, SCORES))  # [columns]
-    ranks = boxes.ranks_of(column, (0, 0, 0), RULES)
-    # The box's own place is one number, and those of its cells are constants of each thread's loads.
-    corner = _of_corner(box, 0, RULES, FORM) + _of_corner(box, 1, RULES, FORM) + _of_corner(box, 2, RULES, FORM)
-    cells = _of_cell(ranks, 0, RULES, FORM) + _of_cell(ranks, 1, RULES, FORM)  # [columns]
-    cells = cells + _of_cell(ranks, 2, RULES, FORM)  # [columns]
-    entries = table.entries + corner + table.place[:, None]  # [GROUP_ROWS, 1]
-    entries = _round(entries, table, ranks, box, reaches, axes, 0, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
-    entries = _round(entries, table, ranks, box, reaches, axes, 1, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
-    entries = _round(entries, table, ranks, box, reaches, axes, 2, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
-    return gl.load(entries + cells[None, :])
+    rows = (table.place + _of_corner(box, RULES, FORM))[:, None]  # [GROUP_ROWS, 1]
+    rows = _round(rows, table, column, box, reaches, axes, 0, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
+    rows = _round(rows, table, column, box, reaches, axes, 1, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
+    rows = _round(rows, table, column, box, reaches, axes, 2, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
+    return rows, _of_cells(column, RULES, FORM)[None, :]
 
 
 @gluon.jit
-def _of_corner(box, AXIS: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr):
-    STEP: gl.constexpr = _step(FORM, AXIS)
-    if boxes.exists(RULES, AXIS) and boxes.edge(RULES, AXIS) != WRAP:
-        return box.rank[AXIS] * STEP
-    else:
-        return 0
+def _of_corner(box, RULES: gl.constexpr, FORM: gl.constexpr):
+    """What the corner of a box adds to places."""
+    place = _along(box.rank[0], 0, RULES, FORM) + _along(box.rank[1], 1, RULES, FORM)
+    return place + _along(box.rank[2], 2, RULES, FORM)
 
 
 @gluon.jit
-def _of_cell(ranks, AXIS: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr):
+def _of_cells(number, RULES: gl.constexpr, FORM: gl.constexpr):
+    """What cells of a box add to places, by their numbers."""
+    ranks = boxes.ranks_of(number, (0, 0, 0), RULES)
+    place = _along(ranks[0], 0, RULES, FORM) + _along(ranks[1], 1, RULES, FORM)  # [columns]
+    return place + _along(ranks[2], 2, RULES, FORM)
+
+
+@gluon.jit
+def _along(rank, AXIS: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr):
     STEP: gl.constexpr = _step(FORM, AXIS)
     if boxes.exists(RULES, AXIS) and boxes.edge(RULES, AXIS) != WRAP:
-        return ranks[AXIS] * STEP
+        return rank * STEP
     else:
-        return gl.zeros_like(ranks[AXIS])
+        return rank * 0
 
 
 @gluon.jit
 def _round(
-    entries, table, ranks, box, reaches, axes, AXIS: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr,
+    rows, table, column, box, reaches, axes, AXIS: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr,
     OF_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Entries moved along an axis that wraps: a key's rank is counted on from the start of its query's window."""
+    """Places with those along an axis that wraps: a key's rank is counted on from the start of its query's window."""
     if boxes.exists(RULES, AXIS) and boxes.edge(RULES, AXIS) == WRAP:
         STEP: gl.constexpr = _step(FORM, AXIS)
         CENTRE: gl.constexpr = _centre(FORM, AXIS)
         m = axes.m[AXIS]
-        rows, columns = table.ranks[AXIS][:, None], (box.corner[AXIS] + ranks[AXIS])[None, :]
-        key, query = (rows, columns) if OF_KEYS else (columns, rows)
+        own = table.ranks[AXIS][:, None]  # [GROUP_ROWS, 1]
+        others = (box.corner[AXIS] + boxes.ranks_of(column, (0, 0, 0), RULES)[AXIS])[None, :]  # [1, columns]
+        key, query = (own, others) if OF_KEYS else (others, own)
         start, _ = window(query, m, reaches[AXIS].w, boxes.stride(RULES, AXIS), False, WRAP)
         ahead = key - start  # [GROUP_ROWS, columns]
         ahead = gl.where(ahead < 0, ahead + m, ahead)  # [GROUP_ROWS, columns]
         ahead = gl.where(ahead >= m, ahead - m, ahead)  # [GROUP_ROWS, columns]
         away = ahead + start - query  # [GROUP_ROWS, columns]
-        away = -away if OF_KEYS else away  # [GROUP_ROWS, columns]
+        away = 0 - away if OF_KEYS else away  # [GROUP_ROWS, columns]
         # Cells outside of the grid, and keys that no query sees, may lie anywhere.
         place = gl.minimum(gl.maximum(away + CENTRE, 0), 2 * CENTRE)  # [GROUP_ROWS, columns]
-        entries = entries + place * STEP  # [GROUP_ROWS, columns]
-    return entries
+        rows = rows + place * STEP  # [GROUP_ROWS, columns]
+    return rows
+
+
+@gluon.jit
+def shared_sums(first, FORM: gl.constexpr):
+    """The address of a tile's sums in shared memory. Gluon tells no address of its own tiles; `first` is any number."""
+    return gl.inline_asm_elementwise(
+        _shared_asm(_words(FORM)), "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _shared_asm(words):
+    return f"{{ .shared .align 1024 .b32 bias_sums[{words}]; mov.u32 $0, bias_sums; }}"
+
+
+@gluon.jit
+def clear(NUMBER: gl.constexpr, sums, FORM: gl.constexpr):
+    """Clear a group's half of the sums in shared memory, which hold anything at first."""
+    HALF: gl.constexpr = _words(FORM) // 2
+    number = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # [128]
+    for first in range(NUMBER * HALF, (NUMBER + 1) * HALF, 128):
+        _taken(sums.address + 4 * (first + number))
+    mbarrier.arrive(sums.free.index(0))
+
+
+@gluon.jit
+def begin(sums, h, turn, FORM: gl.constexpr):
+    """The unit of a head, once the sums of the tile before are cleared; None without a bias."""
+    if FORM is None:
+        return None
+    else:
+        mbarrier.wait(sums.free.index(0), turn & 1)
+        return gl.load(sums.unit + h)
+
+
+@gluon.jit
+def flush(NUMBER: gl.constexpr, sums, h, turn, FORM: gl.constexpr):
+    """Add the sums of a tile to those of the launch, once both groups have added theirs; each group moves a half."""
+    HALF: gl.constexpr = _words(FORM) // 2
+    mbarrier.arrive(sums.full.index(0))
+    mbarrier.wait(sums.full.index(0), turn & 1)
+    number = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # [128]
+    total = sums.total + h.to(gl.int64) * _size(FORM)
+    for first in range(NUMBER * HALF, (NUMBER + 1) * HALF, 128):
+        place = first + number  # [128]
+        value = _taken(sums.address + 4 * place)  # [128]
+        gl.atomic_add(total + place, value.to(gl.int64), mask=(place < _size(FORM)) & (value != 0), sem="relaxed")
+    mbarrier.arrive(sums.free.index(0))
+
+
+@gluon.jit
+def _taken(address):
+    """The sums at some addresses, which become 0."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.s32 $0, [$1]; st.shared.s32 [$1], 0;", "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def added(slopes, sums, unit, table, box, reaches, axes, RULES: gl.constexpr, FORM: gl.constexpr):
+    """The gradients of scores of a group of queries and a box, unchanged, once they are added to the tile's sums."""
+    SCORES: gl.constexpr = slopes.type.layout
+    if _wraps(RULES):
+        rows, cells = _places_of(table, box, reaches, axes, SCORES, RULES, FORM, False)  # [GROUP_ROWS, columns] both
+        return gl.inline_asm_elementwise(
+            "{ .reg .s32 whole; .reg .f32 scaled; mul.f32 scaled, $1, $3; cvt.rni.s32.f32 whole, scaled; "
+            "red.shared.add.s32 [$2], whole; mov.f32 $0, $1; }",
+            "=f,0,r,f", [slopes, sums.address + 4 * (rows + cells), unit], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        ELEMENTS: gl.constexpr = tiles.of_a_thread(slopes.shape)
+        # Of a thread's columns the first one: the others are 1, 8, 16 and 32 farther.
+        column = gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(0, SCORES)) & 6  # [columns]
+        place = (table.place + _of_corner(box, RULES, FORM))[:, None] + _of_cells(column, RULES, FORM)[None, :]
+        return gl.inline_asm_elementwise(
+            _added_asm(RULES, FORM), _added_constraints(ELEMENTS), [slopes, sums.address + 4 * place, unit],
+            dtype=gl.float32, is_pure=False, pack=ELEMENTS,
+        )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _added_constraints(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n + ["f"] * n)
+
+
+@gluon.constexpr_function
+def _added_asm(rules, form):
+    # A thread holds two rows, 8 apart, and 16 columns: two elements of each row in turn, and the next pair 8 columns on.
+    steps = (form.sides[1] * form.sides[2], form.sides[2], 1)
+
+    def place(number):
+        _, side1, side2 = rules.box
+        ranks = number // (side1 * side2), number // side2 % side1, number % side2
+        return sum(rank * step for rank, step in zip(ranks, steps))  # noqa: B905 - as many
+
+    sharing = {}  # elements by their place
+    for n in range(32):
+        sharing.setdefault(place(8 * (n // 4) + n % 2) - place(8 * (n // 2 % 2)), []).append(n)
+    lines = []
+    for at, elements in sharing.items():
+        lines += [f"mov.f32 sum, ${elements[0]};", *(f"add.f32 sum, sum, ${n};" for n in elements[1:])]
+        lines += ["mul.f32 sum, sum, $96;", "cvt.rni.s32.f32 whole, sum;", f"red.shared.add.s32 [$64+{4 * at}], whole;"]
+    return "{ .reg .f32 sum; .reg .s32 whole; " + " ".join(lines) + " }"

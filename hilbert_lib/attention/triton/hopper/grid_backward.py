@@ -41,8 +41,8 @@ class Shared(NamedTuple):
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
 def backward_kernel(
-    lse, delta, x, y, a, b, extra_a, extra_b, u, w, bias, windows, part, padding, extra_padding,
-    scale,
+    lse, delta, x, y, a, b, extra_a, extra_b, u, w, bias, dbias, unit, windows, part, padding,
+    extra_padding, scale,
     xb, x0, x1, x2, yb, y0, y1, y2, ab, a0, a1, a2, bb, b0, b1, b2, ub, u0, u1, u2, wb, w0, w1, w2, eb, fb,
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.constexpr, OF_KEYS: gl.constexpr, RULES: gl.constexpr,
@@ -53,7 +53,8 @@ def backward_kernel(
 
     With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). All tensors but
     lse, delta and masks are descriptors. With IN_FLOAT, which is then the head_dim, dk and dv are dense and float32. A
-    value or score that is not finite may reach the gradients of rows near it. BIAS is as in the forward.
+    value or score that is not finite may reach the gradients of rows near it. BIAS is as in the forward;
+    with dq comes the gradient of bias (`bias.Sums`).
     """
     dtype: gl.constexpr = x.dtype
     B0: gl.constexpr = boxes.side(RULES, 0)
@@ -75,6 +76,14 @@ def backward_kernel(
         mbarrier.init(tile_free.index(buffer), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2 if OF_KEYS else 1)
+    if BIAS is None or OF_KEYS:
+        sums = ()
+    else:
+        sums_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        sums_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(sums_full.index(0), count=2)
+        mbarrier.init(sums_free.index(0), count=2)
+        sums = biases.Sums(dbias, unit, biases.shared_sums(total, BIAS), sums_full, sums_free)
     shared = Shared(x_tiles, y_tiles, a_tiles, b_tiles, lse_rows, delta_rows, tile_full, tile_free, full)
     axes = boxes.axes_of((n0, n1, n2), (d0, d1, d2), part, RULES)
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
@@ -99,11 +108,11 @@ def backward_kernel(
     else:
         gl.warp_specialize([
             (_differentiate_queries, (
-                0, lse, delta, u, bias, key_masks, scale, u_moves, shared, axes, sizes,
+                0, lse, delta, u, bias, sums, key_masks, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
             )),
             (_differentiate_queries, (
-                1, lse, delta, u, bias, key_masks, scale, u_moves, shared, axes, sizes,
+                1, lse, delta, u, bias, sums, key_masks, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
             )),
             (_copy, (
@@ -210,7 +219,7 @@ def _as_exponent(lse):
 
 @gluon.jit
 def _differentiate_queries(
-    NUMBER: gl.constexpr, lse, delta, dq, bias, key_masks, scale, moves, shared, axes, sizes,
+    NUMBER: gl.constexpr, lse, delta, dq, bias, sums, key_masks, scale, moves, shared, axes, sizes,
     BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
     EXTRA_PADDING: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -222,6 +231,8 @@ def _differentiate_queries(
     number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)  # [GROUP_ROWS, GROUP_ROWS]
     queries = boxes.launch_queries(axes, RULES)
+    if BIAS is not None:
+        biases.clear(NUMBER, sums, BIAS)
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, False)
@@ -235,6 +246,7 @@ def _differentiate_queries(
         sights = masks.sights_of(corner, number, reaches, axes, RULES)
         ranks = boxes.ranks_of(number, corner, RULES)
         table = biases.table_of(bias, place.h, ranks, RULES, BIAS)
+        bias_unit = biases.begin(sums, place.h, turn, BIAS)
         is_query = boxes.is_there(ranks, queries.stop)  # [GROUP_ROWS]
         row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
         lse_row = _as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
@@ -286,6 +298,11 @@ def _differentiate_queries(
                     scores, lse_row, sights, this_box, axes, j >= grid_boxes, scale, RULES, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS]
                 new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)  # [GROUP_ROWS, GROUP_ROWS]
+                if BIAS is not None:
+                    if j < grid_boxes:
+                        new_slopes = biases.added(
+                            new_slopes, sums, bias_unit, table, this_box, reaches, axes, RULES, BIAS
+                        )  # [GROUP_ROWS, GROUP_ROWS]
                 acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, BLOCK_D]
                 # Not before the wait: ptxas would make the products wait for one another.
                 slopes = steps.as_operand(new_slopes, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, GROUP_ROWS]
@@ -309,6 +326,8 @@ def _differentiate_queries(
             block = tiles.counted(block + 1)
         if last >= 0:
             acc = _late(slopes, acc, shared, last)  # [GROUP_ROWS, BLOCK_D]
+        if BIAS is not None:
+            biases.flush(NUMBER, sums, place.h, turn - 1, BIAS)
         to = boxes.within(corner, queries.first)
         boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, to, boxes.moved(place.h, place, moves))
     tma.store_wait(0)

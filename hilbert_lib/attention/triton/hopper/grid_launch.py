@@ -26,6 +26,11 @@ EXTRA_BOX = (1, 1, 64)
 # needs a box of v for less time than one of k.
 RINGS = {(64, False): (4, 4), (64, True): (4, 4), (128, False): (4, 2), (128, True): (3, 3)}
 
+# The same beside the sums of the gradient of a bias.
+RINGS_BESIDE_SUMS = RINGS | {(128, False): (3, 2)}
+# Columns -> bytes of shared memory that are left for these sums. The compiler takes at most 48 KiB in this way.
+ROOM_FOR_SUMS = {64: 48 * 1024, 128: 18 * 1024}
+
 ROUNDS = 16  # rounds of programs for a part of a grid: between two, kernels of an exchange get a free multiprocessor
 
 
@@ -90,15 +95,17 @@ def backward(
     dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(read)]
     grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(read, dtypes, strict=True)))
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    sums, unit = sums_of_bias(dout, inputs, out, lse, dlse, request)
     of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
 
     def starts() -> list[Start]:
         launches = [plain.delta_of(dout, out, delta, dlse)]
         for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
-            stages, b_stages = RINGS[columns_of(q), tensors is of_keys]
+            stages, b_stages = (RINGS if inputs.bias is None else RINGS_BESIDE_SUMS)[columns_of(q), tensors is of_keys]
             constants = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
             constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
+            constants |= {"dbias": sums, "unit": unit} if tensors is of_queries else {"dbias": None, "unit": None}
             by_query = q, dout, grads.q
             launches.append(
                 _start(
@@ -110,8 +117,8 @@ def backward(
         return launches
 
     call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows, *tables))
-    return grads
+    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows, *tables, sums, unit))
+    return grads if inputs.bias is None else grads._replace(bias=gradient_of_bias(sums, unit, inputs.bias, request))
 
 
 def _start(
@@ -164,37 +171,82 @@ def table_of_bias(inputs: Tensors, request: Request, *, is_flipped: bool = False
     """
     if inputs.bias is None:
         return None
-    form, sides, largest = bias_form(request), request.pattern.bias_sides, torch.finfo(torch.float32).max
-    axes = range(-len(sides), 0)
-    bias = inputs.bias.float()
+    largest, bias = torch.finfo(torch.float32).max, inputs.bias.float()
     scaled = (bias / request.scale).clamp(-largest, largest).where(bias.isfinite(), bias)
-    scaled = scaled.flip([*axes]) if is_flipped else scaled
-    table = torch.zeros(len(bias), *form.sides[3 - len(sides) :], dtype=torch.float32, device=bias.device)
-    inner = table
-    for n, side in zip(axes, sides, strict=True):
-        inner = inner.narrow(n, form.centre[n] - side // 2, side)
-    inner.copy_(scaled)
+    scaled = scaled.flip([*range(1, bias.dim())]) if is_flipped else scaled
+    table = torch.zeros(_padded_sides(inputs.bias, request), dtype=torch.float32, device=bias.device)
+    _entries(table, request).copy_(scaled)
+    return table
+
+
+def _padded_sides(bias: Tensor, request: Request) -> tuple[int, ...]:
+    _, sides = _places(request.neighbourhoods[0], request.pattern.bias_sides)
+    return len(bias), *sides[4 - bias.dim() :]
+
+
+def _entries(table: Tensor, request: Request) -> Tensor:
+    # The part of a padded table that has the entries of a bias.
+    centre, _ = _places(request.neighbourhoods[0], request.pattern.bias_sides)
+    for n, side in enumerate(request.pattern.bias_sides):
+        table = table.narrow(n + 1, centre[n - len(request.pattern.bias_sides)] - side // 2, side)
     return table
 
 
 def bias_form(request: Request) -> "Form":  # noqa: F821 - of a module that is imported where it runs
     """The sizes of a padded table of bias."""
-    return _bias_form(request.neighbourhoods[0], request.part, request.pattern.bias_sides)
+    from hilbert_lib.attention.triton.hopper.bias import Form
+
+    return Form(*_places(request.neighbourhoods[0], request.pattern.bias_sides))
 
 
 @lru_cache(maxsize=256)
-def _bias_form(near: Neighbourhood, part: GridPart | None, entries: tuple[int, ...]) -> "Form":  # noqa: F821
-    from hilbert_lib.attention.triton.hopper.bias import Form
-
-    axes, box, missing = plain.axes_of(near), _form(near, part).rules.box, 3 - len(entries)
-    centre, sides = [], []
-    for n, (axis, side, count) in enumerate(zip(axes, box, (1,) * missing + entries, strict=True)):
+def _places(near: Neighbourhood, entries: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    # Along each of three axes the place of entry w - 1 in a padded table, and the number of places.
+    missing, centre, sides = 3 - len(entries), [], []
+    for n, (axis, side, count) in enumerate(zip(plain.axes_of(near), _box_of(near), (1,) * missing + entries, strict=True)):
         # A query and a key of a group and a box that it sees are so many ranks farther apart than some pair that
         # attends. On an axis that wraps places have bounds instead.
         margin = 0 if n < missing or axis.edge == "wrap" else 2 * (side - 1) + 2 * (axis.stride - 1)
         centre.append(count // 2 + margin)
         sides.append(count + 2 * margin)
-    return Form(tuple(centre), tuple(sides))
+    return tuple(centre), tuple(sides)
+
+
+def refusal_of_bias_gradient(q: Tensor, request: Request) -> str:
+    """The reason why the gradient of a bias is not computed, or ""."""
+    _, sides = _places(request.neighbourhoods[0], request.pattern.bias_sides)
+    room, needed = ROOM_FOR_SUMS[columns_of(q)], 4 * prod(sides)
+    if needed > room:
+        return f"sums the gradient of a bias in {room:,} bytes of shared memory, its windows need {needed:,}"
+    return ""
+
+
+def sums_of_bias(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request
+) -> tuple[Tensor | None, Tensor | None]:
+    """Zeros for the sums of the gradient of a bias, by head and place, and the unit of each head.
+
+    A pair's gradient is weight * (dout v - dout out + dlse), and a weight is at most 1. A tile has 128 queries, each of
+    which has an entry once at most: in units of 2^-24 of the largest gradient their sum stays in 32 bits.
+    """
+    if inputs.bias is None:
+        return None, None
+
+    def largest(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 1))
+
+    heads, kv_heads = len(inputs.bias), inputs.v.shape[2]
+    bound = largest(dout) * (largest(inputs.v).repeat_interleave(heads // kv_heads) + largest(out))
+    if dlse is not None:
+        bound = bound + dlse.masked_fill(lse == -torch.inf, 0.0).abs().amax((0, 2))
+    unit = torch.exp2(torch.floor(24 - torch.log2(bound.clamp(min=1e-30) * 1.02)))
+    return torch.zeros(_padded_sides(inputs.bias, request), dtype=torch.int64, device=unit.device), unit
+
+
+def gradient_of_bias(sums: Tensor, unit: Tensor, bias: Tensor, request: Request) -> Tensor:
+    """The gradient of a bias from its sums."""
+    unit = unit.double().view(-1, *[1] * (bias.dim() - 1))
+    return (_entries(sums, request).double() / unit).to(bias.dtype)
 
 
 def _started(total: int, programs: int, rounds: int) -> int:
@@ -225,8 +277,25 @@ class _Form(NamedTuple):
 
 
 @lru_cache(maxsize=256)
+def _box_of(near: Neighbourhood) -> tuple[int, int, int]:
+    # The box shape that needs the fewest products.
+    axes = plain.axes_of(near)
+
+    def work(box: tuple[int, int, int]) -> int:
+        boxes = prod(ceil((axis.window + size - 1) / size) for axis, size in zip(axes, box, strict=True))
+        return _tiles(near, box, tuple(axis.cells for axis in axes)) * boxes
+
+    return min(BOXES[len(near.axes)], key=work)
+
+
+def _tiles(near: Neighbourhood, sizes: Iterable[int], cells: tuple[int, ...]) -> int:
+    # Number of tiles of so many cells along each axis.
+    axes = plain.axes_of(near)
+    return prod(x.dilation * ceil(n // x.dilation / size) for n, x, size in zip(cells, axes, sizes, strict=True))
+
+
+@lru_cache(maxsize=256)
 def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
-    # The form with the box shape that needs the fewest products.
     from hilbert_lib.attention.triton.hopper.boxes import Rules
 
     axes, ndim = plain.axes_of(near), len(near.axes)
@@ -235,19 +304,13 @@ def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
     first = (1,) * (3 - ndim)
     rows, queries = ((*first, *map(len, x)) for x in (part.rows, part.queries)) if part else (shape, shape)
 
-    def tiles(sizes: Iterable[int], cells: tuple[int, ...] = shape) -> int:
-        return prod(d * ceil(n // d / size) for n, d, size in zip(cells, dilation, sizes, strict=True))
-
-    def work(box: tuple[int, int, int]) -> int:
-        return tiles(box) * prod(ceil((axis.window + size - 1) / size) for axis, size in zip(axes, box, strict=True))
-
-    box = min(BOXES[ndim], key=work)
+    box = _box_of(near)
     rules = Rules(
         box, STACK[ndim], tuple(axis.stride for axis in axes), tuple(axis.is_causal for axis in axes),
         tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation), part is not None,
     )  # fmt: skip
     both = [size * (1 + (n == STACK[ndim])) for n, size in enumerate(box)]
-    return _Form(shape, rows, dilation, (tiles(both, queries), tiles(both)), rules)
+    return _Form(shape, rows, dilation, (_tiles(near, both, queries), _tiles(near, both, shape)), rules)
 
 
 def _as_read(inputs: Sequence[Tensor], request: Request) -> list[Tensor]:
