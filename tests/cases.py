@@ -636,10 +636,10 @@ def positions(box, shape: tuple[int, ...]) -> Tensor:
     return torch.tensor([sum(x * prod(shape[n + 1 :]) for n, x in enumerate(cell)) for cell in cells]).long()
 
 
-def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> None:
+def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4, has_bias=False) -> None:
     """Run attention of a part of a grid and compare it with that of the whole: output, lse and gradients.
 
-    backend: a name, or its forward and backward.
+    backend: a name, or its forward and backward. has_bias: a bias is for parts whose rows are all computed.
     """
     forward, backward = backend if isinstance(backend, tuple) else (operators.attention, operators.attention_backward)
     named = () if isinstance(backend, tuple) else (backend,)
@@ -650,17 +650,20 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
     hidden = torch.rand(1, near.length, generator=generator) < 0.2
     queries = rows[computed]
     dout[:, [n for n in range(near.length) if n not in set(queries.tolist())]] = 0
+    bias = [torch.randn(2, *bias_sides(near), generator=generator)] * has_bias
     exact = attending(near, scale=scale, key_padding_mask=hidden)
-    out, lse, *expected = differentiated(exact, [x.double() for x in (*whole, dout)])
+    out, lse, *expected = differentiated(exact, [x.double() for x in (*whole, *bias, dout)])
     slots = None
     if gathered:
         slots = torch.full((near.length,), -1, dtype=torch.int32)
         slots[keys] = torch.arange(len(keys), dtype=torch.int32)
         slots = slots.to(device)
     mine = [x[:, at].to(device) for x, at in zip(whole, (rows, keys, keys, slice(None), slice(None)), strict=True)]
+    mine += [x.to(device) for x in bias]
     request = Request(
-        near.of_heads(1), scale=scale, key_padding_mask=hidden[:, keys].to(device), part=part, slots=slots
-    )
+        near.of_heads(1), scale=scale, key_padding_mask=hidden[:, keys].to(device), part=part, slots=slots,
+        has_bias=has_bias, bias_gradient=has_bias,
+    )  # fmt: skip
     got, got_lse = forward(Tensors(*mine), request, *named)
     close, close_lse, close_grad = TOLERANCE[dtype]
     assert_close([got[:, computed], got_lse[:, :, computed]], [out[:, queries], lse[:, :, queries]], (close, close_lse))
@@ -669,6 +672,8 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
     got, douts = torch.where(given_in, got, 7.0), torch.where(given_in, dout[:, rows].to(device), 7.0)
     grads = backward(douts, Tensors(*mine), got, lse_in, request, *named)
     assert grads.k.dtype == grads.v.dtype == (got_lse.dtype if part.in_float else dtype)
+    if has_bias:
+        torch.testing.assert_close(grads.bias.cpu().double(), expected.pop(), atol=close_grad, rtol=close_grad / 10)
     for n, (found, right) in enumerate(zip(grads.with_rows, expected, strict=True)):
         found, right = found.cpu().double(), right[:, rows if n == 0 else keys if n < 3 else slice(None)]
         found, right = (x[:, computed] if n == 0 else x for x in (found, right))

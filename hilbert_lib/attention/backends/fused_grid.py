@@ -8,7 +8,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.backends.fused import absence, hopper_here, kernel_limits
 from hilbert_lib.attention.failures import not_compiled
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import BIAS, Request
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PROGRAMS = 65535
@@ -69,7 +69,7 @@ BACKENDS = (
         of_keys=_of_keys,
         here=hopper_here,
         workspace=_workspace,
-        options=("part",),
+        options=("part", *BIAS),
     ),
     Backend(
         serves=HeadNeighbourhoods,

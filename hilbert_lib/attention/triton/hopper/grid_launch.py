@@ -50,7 +50,9 @@ def refusal(q: Tensor, request: Request) -> str:
     for n, axis in enumerate(axes):
         if axis.cells % axis.dilation:
             return f"serves sides that are multiples of dilation, got {axis.cells} and {axis.dilation} along axis {n}"
-    return ""
+    if request.has_bias and request.part and request.part.rows != request.part.queries:
+        return "adds no bias where not all rows of q are computed"
+    return _refusal_of_bias_gradient(q, request) if request.bias_gradient else ""
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -212,12 +214,16 @@ def _places(near: Neighbourhood, entries: tuple[int, ...]) -> tuple[tuple[int, .
     return tuple(centre), tuple(sides)
 
 
-def refusal_of_bias_gradient(q: Tensor, request: Request) -> str:
-    """The reason why the gradient of a bias is not computed, or ""."""
-    _, sides = _places(request.neighbourhoods[0], request.pattern.bias_sides)
-    room, needed = ROOM_FOR_SUMS[columns_of(q)], 4 * prod(sides)
+def _refusal_of_bias_gradient(q: Tensor, request: Request) -> str:
+    # Why the sums of the gradient of a bias have no room in shared memory, or "".
+    near = on_its_keys(request).neighbourhoods[0] if request.part else request.neighbourhoods[0]
+    _, sides = _places(near, request.pattern.bias_sides)
+    room, needed = ROOM_FOR_SUMS[columns_of(q)], ceil(4 * prod(sides) / 1024) * 1024
     if needed > room:
-        return f"sums the gradient of a bias in {room:,} bytes of shared memory, its windows need {needed:,}"
+        return (
+            f"sums the gradient of a bias in {room:,} bytes of shared memory at head_dim {q.shape[-1]}: "
+            f"windows {request.neighbourhoods[0].window} need {needed:,}"
+        )
     return ""
 
 
