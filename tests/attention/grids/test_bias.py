@@ -42,6 +42,9 @@ from hilbert_lib.attention.backends import flex, tiles
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.validation import validated
 
+box_launch = pytest.importorskip(
+    "hilbert_lib.attention.triton.hopper.grid_launch", reason="triton has no build for this platform"
+)
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 BACKENDS = ("reference", "eager")
 
@@ -366,11 +369,23 @@ def test_on_a_gpu_its_gradient_is_the_same_bits_however_often():
 
 def test_auto_passes_over_what_does_not_serve_it():
     q, k, v, _, _, bias = drawn(dtype=torch.float32)
-    explained = explain_backend(q, k, v, NEAR, bias=bias)
+    explained = explain_backend(q, k, v, NEAR, bias=bias.requires_grad_())
     assert explained.chosen == "eager"
-    assert "cannot serve: adds no bias to scores" in explained.reasons["hopper"]
-    with pytest.raises(ValueError, match=r"backend='hopper' .*adds no bias to scores"):
-        neighbourhood_attention(q, k, v, NEAR, bias=bias, backend="hopper")
+    assert "cannot serve: has no gradient beside a bias" in explained.reasons["flex"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window", "room", "needed"), [(64, 43, "49,152", "51,200"), (128, 21, "18,432", "19,456")]
+)
+def test_boxes_refuse_the_gradient_of_large_windows_by_name(head_dim, window, room, needed):
+    q = torch.empty(1, 64 * 64, 1, head_dim, dtype=torch.bfloat16, device="meta")
+    for side, refused in ((window - 2, False), (window, True)):
+        request = Request(Neighbourhood((64, 64), side).of_heads(1), has_bias=True, bias_gradient=True)
+        told = box_launch.refusal(q, request)
+        assert bool(told) == refused
+        assert box_launch.refusal(q, replace(request, bias_gradient=False)) == ""
+    assert f"in {room} bytes" in told
+    assert f"({window}, {window}) need {needed}" in told
 
 
 TENSORS = dict(zip(("q", "k", "v"), drawn()[:3], strict=True))

@@ -146,7 +146,6 @@ class Pointer:
         at, mask = self._reached(mask)
         self.memory.cells[at] = self.memory.encoded(np.broadcast_to(raw(value), mask.shape)[mask])
 
-
     def add(self, value, mask):
         at, mask = self._reached(mask)
         np.add.at(self.memory.cells, at, np.broadcast_to(raw(value), mask.shape)[mask])

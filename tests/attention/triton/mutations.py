@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-GRID_MODULES = {"hopper.places", "hopper.boxes", "hopper.masks", "hopper.box_descriptors"}
+GRID_MODULES = {"hopper.places", "hopper.boxes", "hopper.masks", "hopper.box_descriptors", "hopper.bias"}
 
 
 class Mutation(NamedTuple):

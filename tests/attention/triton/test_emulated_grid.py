@@ -12,7 +12,7 @@ import torch
 from cases import NORM_TOLERANCE, check_nan, check_part, differentiated, drawn_dlse, stored
 from cases import drawn as tokens
 from drawn_grids import BOXED, CASES, EDGES, QUERY_BOXES, SPECIAL, Case, boxed_part, drawn, expected, special
-from oracle import attending
+from oracle import attending, bias_of
 
 from hilbert_lib import Neighbourhood
 from hilbert_lib.attention.request import Request, Tensors
@@ -192,3 +192,16 @@ def test_a_box_is_zero_outside_of_the_tensor(at):
     a, b, _ = at
     right = around[a + 2 : a + 4, b + 4 : b + 8]
     assert torch.equal(torch.from_numpy(emulator.Descriptor(host).box(list(at))), right)
+
+
+def test_a_bias_that_is_no_number_reaches_only_those_who_see_it(sources):
+    """The plain kernel runs once more, with the bias."""
+    near = Neighbourhood((12, 20), (5, 4), edge=("clip", "wrap"))
+    extra = tokens(2, 2, 1, 40, dtype=torch.bfloat16)[1:3]
+    given = Tensors(*tokens(240, 2, 1, 40, dtype=torch.bfloat16)[:3], *extra, torch.randn(2, 9, 7))
+    exact, _ = attending(near)(*(x.double() for x in given))
+    given.bias[1, 6, 4] = torch.nan  # the key two rows on, a column to the right
+    out, _ = sources.grids.forward(given, Request(near.of_heads(1), scale=40**-0.5, has_bias=True))
+    reached = bias_of(near, given.bias, range(240), 2).isnan().any(-1).T[None, :, :, None]
+    assert out.isnan().equal(reached.expand_as(out))
+    assert (out - exact)[~reached.expand_as(out)].norm() <= 4e-3 * exact.norm()

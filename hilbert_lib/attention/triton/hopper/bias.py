@@ -198,9 +198,7 @@ def _round(
 @gluon.jit
 def shared_sums(first, FORM: gl.constexpr):
     """The address of a tile's sums in shared memory. Gluon tells no address of its own tiles; `first` is any number."""
-    return gl.inline_asm_elementwise(
-        _shared_asm(_words(FORM)), "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise(_shared_asm(_words(FORM)), "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -280,7 +278,7 @@ def _added_constraints(n):
 
 @gluon.constexpr_function
 def _added_asm(rules, form):
-    # A thread holds two rows, 8 apart, and 16 columns: two elements of each row in turn, and the next pair 8 columns on.
+    # A thread holds two rows, 8 apart, and 16 columns: two elements of each row in turn, the next ones 8 columns on.
     steps = (form.sides[1] * form.sides[2], form.sides[2], 1)
 
     def place(number):

@@ -298,7 +298,7 @@ def _differentiate_queries(
                     scores, lse_row, sights, this_box, axes, j >= grid_boxes, scale, RULES, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS]
                 new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)  # [GROUP_ROWS, GROUP_ROWS]
-                if BIAS is not None:
+                if BIAS is not None:  # noqa: SIM102 - a constant is not joined with a tensor
                     if j < grid_boxes:
                         new_slopes = biases.added(
                             new_slopes, sums, bias_unit, table, this_box, reaches, axes, RULES, BIAS

@@ -119,7 +119,9 @@ def backward(
         return launches
 
     call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows, *tables, sums, unit))
+    start(
+        starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows, *tables, sums, unit)
+    )
     return grads if inputs.bias is None else grads._replace(bias=gradient_of_bias(sums, unit, inputs.bias, request))
 
 
@@ -205,7 +207,9 @@ def bias_form(request: Request) -> "Form":  # noqa: F821 - of a module that is i
 def _places(near: Neighbourhood, entries: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     # Along each of three axes the place of entry w - 1 in a padded table, and the number of places.
     missing, centre, sides = 3 - len(entries), [], []
-    for n, (axis, side, count) in enumerate(zip(plain.axes_of(near), _box_of(near), (1,) * missing + entries, strict=True)):
+    for n, (axis, side, count) in enumerate(
+        zip(plain.axes_of(near), _box_of(near), (1,) * missing + entries, strict=True)
+    ):
         # A query and a key of a group and a box that it sees are so many ranks farther apart than some pair that
         # attends. On an axis that wraps places have bounds instead.
         margin = 0 if n < missing or axis.edge == "wrap" else 2 * (side - 1) + 2 * (axis.stride - 1)

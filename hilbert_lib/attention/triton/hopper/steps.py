@@ -142,7 +142,6 @@ def step(
 @gluon.jit
 def start_scores(q_tile, ring, block, bias_tile=None):
     """The product of queries and a block of keys, started once the keys are there; it is added to a bias."""
-    KEYS: gl.constexpr = tiles.rows_of(ring.k_tiles.shape)
     tiles.wait_full(ring.k_full, block)
     return product(q_tile, tiles.tile_of_stage(ring.k_tiles, block), bias_tile)
 
