@@ -116,9 +116,9 @@ def tile_of(
     elif EXTRA:
         tile = gl.zeros(
             [tiles.GROUP_ROWS, tiles.GROUP_ROWS], gl.float32, tiles.product_layout(tiles.GROUP_ROWS)
-        )  # [GROUP_ROWS, columns]
+        )  # [GROUP_ROWS, GROUP_ROWS]
         if not is_extra:
-            tile = _of_box(table, box, reaches, axes, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, columns]
+            tile = _of_box(table, box, reaches, axes, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, GROUP_ROWS]
         return tile
     else:
         return _of_box(table, box, reaches, axes, RULES, FORM, OF_KEYS)
@@ -128,7 +128,7 @@ def tile_of(
 def _of_box(table, box, reaches, axes, RULES: gl.constexpr, FORM: gl.constexpr, OF_KEYS: gl.constexpr):
     rows, cells = _places_of(
         table, box, reaches, axes, tiles.product_layout(tiles.GROUP_ROWS), RULES, FORM, OF_KEYS
-    )  # [GROUP_ROWS, 1 or columns], [1, columns]
+    )  # [GROUP_ROWS, 1], [1, GROUP_ROWS]
     # Cells come last: what they add to an address is then a constant of each load.
     return gl.load(table.entries + rows + cells)
 
@@ -138,11 +138,11 @@ def _places_of(
     table, box, reaches, axes, SCORES: gl.constexpr, RULES: gl.constexpr, FORM: gl.constexpr, OF_KEYS: gl.constexpr
 ):
     """Two parts of the places of a group of rows and a box, which are their sum."""
-    column = gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(0, SCORES))  # [columns]
+    column = gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(0, SCORES))  # [GROUP_ROWS]
     rows = (table.place + _of_corner(box, RULES, FORM))[:, None]  # [GROUP_ROWS, 1]
-    rows = _round(rows, table, column, box, reaches, axes, 0, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
-    rows = _round(rows, table, column, box, reaches, axes, 1, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
-    rows = _round(rows, table, column, box, reaches, axes, 2, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1 or columns]
+    rows = _round(rows, table, column, box, reaches, axes, 0, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1]
+    rows = _round(rows, table, column, box, reaches, axes, 1, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1]
+    rows = _round(rows, table, column, box, reaches, axes, 2, RULES, FORM, OF_KEYS)  # [GROUP_ROWS, 1]
     return rows, _of_cells(column, RULES, FORM)[None, :]
 
 
@@ -157,7 +157,7 @@ def _of_corner(box, RULES: gl.constexpr, FORM: gl.constexpr):
 def _of_cells(number, RULES: gl.constexpr, FORM: gl.constexpr):
     """What cells of a box add to places, by their numbers."""
     ranks = boxes.ranks_of(number, (0, 0, 0), RULES)
-    place = _along(ranks[0], 0, RULES, FORM) + _along(ranks[1], 1, RULES, FORM)  # [columns]
+    place = _along(ranks[0], 0, RULES, FORM) + _along(ranks[1], 1, RULES, FORM)  # [GROUP_ROWS]
     return place + _along(ranks[2], 2, RULES, FORM)
 
 
@@ -181,7 +181,7 @@ def _round(
         CENTRE: gl.constexpr = _centre(FORM, AXIS)
         m = axes.m[AXIS]
         own = table.ranks[AXIS][:, None]  # [GROUP_ROWS, 1]
-        others = (box.corner[AXIS] + boxes.ranks_of(column, (0, 0, 0), RULES)[AXIS])[None, :]  # [1, columns]
+        others = (box.corner[AXIS] + boxes.ranks_of(column, (0, 0, 0), RULES)[AXIS])[None, :]  # [1, GROUP_ROWS]
         key, query = (own, others) if OF_KEYS else (others, own)
         start, _ = window(query, m, reaches[AXIS].w, boxes.stride(RULES, AXIS), False, WRAP)
         ahead = key - start  # [GROUP_ROWS, columns]
@@ -191,7 +191,7 @@ def _round(
         away = 0 - away if OF_KEYS else away  # [GROUP_ROWS, columns]
         # Cells outside of the grid, and keys that no query sees, may lie anywhere.
         place = gl.minimum(gl.maximum(away + CENTRE, 0), 2 * CENTRE)  # [GROUP_ROWS, columns]
-        rows = rows + place * STEP  # [GROUP_ROWS, columns]
+        rows = rows + place * STEP  # [GROUP_ROWS, 1]
     return rows
 
 
@@ -254,7 +254,9 @@ def added(slopes, sums, unit, table, box, reaches, axes, RULES: gl.constexpr, FO
     """The gradients of scores of a group of queries and a box, unchanged, once they are added to the tile's sums."""
     SCORES: gl.constexpr = slopes.type.layout
     if _wraps(RULES):
-        rows, cells = _places_of(table, box, reaches, axes, SCORES, RULES, FORM, False)  # [GROUP_ROWS, columns] both
+        rows, cells = _places_of(
+            table, box, reaches, axes, SCORES, RULES, FORM, False
+        )  # [GROUP_ROWS, 1], [1, GROUP_ROWS]
         return gl.inline_asm_elementwise(
             "{ .reg .s32 whole; .reg .f32 scaled; mul.f32 scaled, $1, $3; cvt.rni.s32.f32 whole, scaled; "
             "red.shared.add.s32 [$2], whole; mov.f32 $0, $1; }",
@@ -263,10 +265,11 @@ def added(slopes, sums, unit, table, box, reaches, axes, RULES: gl.constexpr, FO
     else:
         ELEMENTS: gl.constexpr = tiles.of_a_thread(slopes.shape)
         # Of a thread's columns the first one: the others are 1, 8, 16 and 32 farther.
-        column = gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(0, SCORES)) & 6  # [columns]
-        place = (table.place + _of_corner(box, RULES, FORM))[:, None] + _of_cells(column, RULES, FORM)[None, :]
+        column = gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(0, SCORES)) & 6  # [GROUP_ROWS]
+        rows = (table.place + _of_corner(box, RULES, FORM))[:, None]  # [GROUP_ROWS, 1]
+        address = sums.address + 4 * (rows + _of_cells(column, RULES, FORM)[None, :])  # [GROUP_ROWS, GROUP_ROWS]
         return gl.inline_asm_elementwise(
-            _added_asm(RULES, FORM), _added_constraints(ELEMENTS), [slopes, sums.address + 4 * place, unit],
+            _added_asm(RULES, FORM), _added_constraints(ELEMENTS), [slopes, address, unit],
             dtype=gl.float32, is_pure=False, pack=ELEMENTS,
         )  # fmt: skip
 

@@ -274,7 +274,7 @@ def _differentiate_queries(
                 bias_tile = biases.tile_of(
                     table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS]
-                score_token = steps.product(q_tile, k_tile, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
+                score_token = steps.started(q_tile, k_tile, zeros, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
                 weight_token = warpgroup_mma(
                     d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )  # [GROUP_ROWS, GROUP_ROWS]
@@ -405,7 +405,7 @@ def _differentiate_keys(
                     bias_tile = biases.tile_of(
                         table, this_box, reaches, axes, False, RULES, BIAS, True, False
                     )  # [GROUP_ROWS, GROUP_ROWS]
-                    score_token = steps.product(k_tile, q_tile, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
+                    score_token = steps.started(k_tile, q_tile, zeros, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
                     weight_token = warpgroup_mma(
                         v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
                     )  # [GROUP_ROWS, GROUP_ROWS]

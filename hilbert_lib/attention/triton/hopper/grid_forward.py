@@ -211,7 +211,7 @@ def _attend(
             if is_seen:
                 bias_tile = biases.tile_of(
                     table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
-                )  # [GROUP_ROWS, KEYS]
+                )  # [GROUP_ROWS, GROUP_ROWS]
                 score_token = steps.start_scores(q_tile, ring, block, bias_tile)  # [GROUP_ROWS, KEYS]
                 token = score_token  # [GROUP_ROWS, KEYS]
                 if LATE:

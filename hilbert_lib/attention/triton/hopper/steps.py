@@ -141,18 +141,17 @@ def step(
 
 @gluon.jit
 def start_scores(q_tile, ring, block, bias_tile=None):
-    """The product of queries and a block of keys, started once the keys are there; it is added to a bias."""
+    """The product of queries and a block of keys, added to a bias, if any, and started once the keys are there."""
+    KEYS: gl.constexpr = tiles.rows_of(ring.k_tiles.shape)
     tiles.wait_full(ring.k_full, block)
-    return product(q_tile, tiles.tile_of_stage(ring.k_tiles, block), bias_tile)
+    zeros = gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, tiles.product_layout(KEYS))  # [GROUP_ROWS, KEYS]
+    return started(q_tile, tiles.tile_of_stage(ring.k_tiles, block), zeros, bias_tile)
 
 
 @gluon.jit
-def product(rows, columns, bias_tile=None):
-    """The product of two tiles [GROUP_ROWS, BLOCK_D] and [columns, BLOCK_D], added to a bias and started."""
-    ROWS: gl.constexpr = rows.shape[0]
-    COLUMNS: gl.constexpr = columns.shape[0]
+def started(rows, columns, zeros, bias_tile=None):
+    """The product of two tiles [rows, BLOCK_D] and [columns, BLOCK_D], added to a bias, if any, and started."""
     if bias_tile is None:
-        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, tiles.product_layout(COLUMNS))  # [GROUP_ROWS, columns]
         return warpgroup_mma(rows, columns.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
         return warpgroup_mma(rows, columns.permute((1, 0)), bias_tile, is_async=True)
