@@ -93,7 +93,7 @@ def attend(
     >>> attend(x, x, x, Neighbourhood((2, 3), 2)).shape
     torch.Size([1, 6, 2, 4])
     """
-    if query_start is None and query_box is None:
+    if query_start is None and query_box is None and not isinstance(pattern, PointNeighbourhood):
         _warn_of_heads_first("attend", k)
     return computed(
         q,
@@ -311,7 +311,7 @@ def neighbourhood_attention(
     >>> image.shape, text.shape
     (torch.Size([1, 6, 1, 2]), torch.Size([1, 4, 1, 2]))
     """
-    if query_box is None and query_start is None:
+    if query_box is None and query_start is None and not isinstance(neighbourhood, PointNeighbourhood):
         _warn_of_heads_first("neighbourhood_attention", k)
     return computed(
         q,

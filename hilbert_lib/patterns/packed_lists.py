@@ -18,7 +18,7 @@ BLOCK = 64  # queries of a block, and keys of a tile: a word has so many bits
 BLOCKS_AT_ONCE = 2**12  # whose words are taken apart together
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedLists:
     """The pairs of a query and a key that attend, as kernels read them. For dk and dv queries and keys change places.
 
@@ -33,6 +33,9 @@ class PackedLists:
     words: Tensor  # (tiles, 64) int64, by query of the block: bit j says whether it sees the tile's key j
     queries: int  # rows of q
     keys: int  # rows of k
+
+    def __repr__(self) -> str:
+        return f"PackedLists({self.queries} queries, {self.keys} keys, {self.tiles} tiles)"
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

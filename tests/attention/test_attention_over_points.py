@@ -13,11 +13,15 @@ from cases import (
     determinism,
     differentiated,
     drawn,
+    drawn_dlse,
     extra_of,
     masks_of,
     points_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_operators import check_operators
+from test_points import clouds
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,6 +51,24 @@ BACKENDS = ("reference", "eager")
 @pytest.mark.parametrize(("kind", "dtype", "heads", "kv_heads", "head_dim", "extra", "has_masks"), POINT_CASES)
 def test_points_equal_the_oracle(backend, kind, dtype, heads, kv_heads, head_dim, extra, has_masks):
     check_points(backend, kind, dtype, heads, kv_heads, head_dim, extra, has_masks)
+
+
+@settings(max_examples=25)
+@given(clouds(), st.sampled_from(((1, 1), (4, 2), (3, 1))), st.integers(0, 3), st.booleans(), st.booleans())
+def test_random_calls_equal_the_oracle(points, heads, extra, is_masked, has_dlse):
+    *qkv, dout = drawn(points.lists.queries, *heads, 3, batch=2, keys=points.lists.keys, dtype=torch.float64)
+    tensors = [*qkv, *extra_of(extra, heads[1], 3, torch.float64), dout]
+    masks = masks_of(points, extra) if is_masked else {}
+
+    def call(run, *leaves, **options):
+        return run(*leaves[:3], points, **oracle.named(leaves[3:]), **masks, **options)
+
+    exact = partial(call, oracle.attention)
+    dlse = drawn_dlse(exact(*tensors[:-1])[1]) if has_dlse else None
+    right = differentiated(exact, tensors, dlse)
+    for backend in BACKENDS:
+        found = differentiated(partial(call, attend, backend=backend, return_lse=True), tensors, dlse)
+        assert_close(found, right, 1e-11)
 
 
 def test_one_gradient_alone_is_that_of_both():
@@ -209,6 +231,13 @@ def test_weights_are_those_of_the_keys_that_a_query_sees(kind):
     right = oracle.weights(q, k, points)[:, :, [3, 65]]
     found = torch.zeros_like(right).scatter_add(3, keys.clamp(min=0), weights)
     assert_close([found], [right], 1e-14)
+
+
+def test_few_points_of_many_heads_are_no_mistake(recwarn):
+    x = torch.ones(1, 5, 8, 4)
+    attend(x, x, x, PointNeighbourhood(cells(5), 3))
+    neighbourhood_attention(x, x, x, PointNeighbourhood(cells(5), 3))
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(
