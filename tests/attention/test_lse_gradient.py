@@ -65,12 +65,21 @@ def given(name: str, dtype: torch.dtype, head_dim: int = 8, device: str = "cpu")
 
 def gradients(attention, tensors, dlse: torch.Tensor, with_dout: bool) -> list[torch.Tensor]:
     """Gradients in q, k, v and extra keys, from those of out and lse or of lse alone."""
+    return gradients_of_one_call(attention, tensors, (dlse, with_dout))[0]
+
+
+def gradients_of_one_call(attention, tensors, *asked: tuple[torch.Tensor, bool]) -> list[list[torch.Tensor]]:
+    """The same for each (dlse, with_dout) that is asked."""
     *inputs, dout = tensors
     leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = attention(*leaves)
-    if with_dout:
-        return list(torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse))))
-    return list(torch.autograd.grad(lse, leaves, dlse.to(lse), materialize_grads=True))
+
+    def gradient(dlse: torch.Tensor, with_dout: bool) -> list[torch.Tensor]:
+        if with_dout:
+            return list(torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse)), retain_graph=True))
+        return list(torch.autograd.grad(lse, leaves, dlse.to(lse), retain_graph=True, materialize_grads=True))
+
+    return [gradient(*each) for each in asked]
 
 
 def of_backend(pattern, backend: str, **options):
@@ -94,10 +103,10 @@ def check(name: str, backend: str, dtype: torch.dtype, head_dim: int = 8, device
     dlse = drawn_dlse(exact(*doubles[:-1])[1])
     moved = [x.to(device) for x in tensors]
     options = {key: x.to(device) for key, x in options.items()}
-    for with_dout in (False, True):
-        right = gradients(exact, doubles, dlse, with_dout)
-        found = gradients(of_backend(pattern, backend, **options), moved, dlse, with_dout)
-        close = CLOSE[dtype] if device == "cpu" else TOLERANCE[dtype][2]
+    both = (dlse, False), (dlse, True)
+    all_found = gradients_of_one_call(of_backend(pattern, backend, **options), moved, *both)
+    close = CLOSE[dtype] if device == "cpu" else TOLERANCE[dtype][2]
+    for found, right in zip(all_found, gradients_of_one_call(exact, doubles, *both), strict=True):
         assert_close(found, right, close, rtol=close / 10)
 
 
@@ -167,14 +176,10 @@ def test_lse_is_undropped_and_so_is_its_gradient(backend, name):
     dlse = drawn_dlse(exact(*tensors[:3])[1])
     dropped = of_backend(PATTERNS[name], backend, dropout_p=0.5)
 
-    def found(*how):
-        torch.manual_seed(0)  # the bits of a call
-        return gradients(dropped, tensors, *how)
-
-    alone = found(dlse, False)
+    asked = (dlse, False), (torch.zeros_like(dlse), True), (dlse, True)
+    alone, of_out, of_both = gradients_of_one_call(dropped, tensors, *asked)
     assert_close(alone, gradients(exact, [x.double() for x in tensors], dlse, False), CLOSE[dtype])
-    of_out = found(torch.zeros_like(dlse), True)
-    assert_close(found(dlse, True), [x + y for x, y in zip(alone, of_out, strict=True)], CLOSE[dtype])
+    assert_close(of_both, [x + y for x, y in zip(alone, of_out, strict=True)], CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
