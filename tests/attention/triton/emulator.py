@@ -8,7 +8,6 @@ import builtins
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from inspect import signature
 from math import prod
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
@@ -222,7 +221,8 @@ def jit(function=None, **_):
     """A kernel, or a function of one, is the function itself."""
     if function is None:
         return jit
-    function.arg_names = list(signature(function).parameters)
+    code = function.__code__
+    function.arg_names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return function
 
 
