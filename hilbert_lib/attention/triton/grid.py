@@ -27,7 +27,7 @@ NOT_SPECIALIZED = [
 
 
 @triton.jit
-def _box(boxes, n, AXIS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr):
+def axis_box(boxes, n, AXIS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr):
     """An axis of q or k: first cell, number of cells, first computed cell, last computed cell + 1."""
     first, cells, begin, stop = n * 0, n, n * 0, n
     if PART:
@@ -37,7 +37,7 @@ def _box(boxes, n, AXIS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(tile, begin, stop, n, d, T: tl.constexpr):
+def tile_along(tile, begin, stop, n, d, T: tl.constexpr):
     """A tile of the cells from begin to stop: first rank, last rank of its residue + 1, residue, ranks of the axis."""
     cell = begin + tile // ((((stop - begin + d - 1) // d) + T - 1) // T)
     first = cell // d + tile % ((((stop - begin + d - 1) // d) + T - 1) // T) * T
@@ -46,7 +46,7 @@ def _tile_of(tile, begin, stop, n, d, T: tl.constexpr):
 
 
 @triton.jit
-def _tiles(begin, stop, d, T: tl.constexpr):
+def tiles_along(begin, stop, d, T: tl.constexpr):
     return d * ((((stop - begin + d - 1) // d) + T - 1) // T)
 
 
@@ -109,7 +109,7 @@ def _queries_of(first, stop, q_first, q_last, m, w, s, T: tl.constexpr, CAUSAL: 
 
 
 @triton.jit
-def _around(rank, m, EDGE: tl.constexpr):
+def around(rank, m, EDGE: tl.constexpr):
     return (rank % m + m) % m if EDGE == WRAP else rank
 
 
@@ -117,12 +117,12 @@ def _around(rank, m, EDGE: tl.constexpr):
 def _sees(start, end, key, m, EDGE: tl.constexpr):
     """Whether a window holds a key; ranks broadcast."""
     if EDGE == WRAP:
-        return _around(key - start, m, EDGE) < end - start
+        return around(key - start, m, EDGE) < end - start
     return (key >= start) & (key < end)
 
 
 @triton.jit
-def _line(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
+def line_of(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
     """The number of a cell among the stored cells of an axis."""
     cell = rank * d + residue  # [rows]
     if PART:
@@ -133,7 +133,7 @@ def _line(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _rows(c0, c1, c2, n1, n2, inverse, exists, GATHER: tl.constexpr):
+def rows_of(c0, c1, c2, n1, n2, inverse, exists, GATHER: tl.constexpr):
     """Rows of cells in storage; -1 for a cell that a part of a grid does not hold."""
     cell = (c0 * n1 + c1) * n2 + c2  # [rows]
     if GATHER:
@@ -162,7 +162,7 @@ def bias_of(head_bias, q_place, k_place, allowed):
 @triton.jit
 def counted_on(start, key, m, EDGE: tl.constexpr):
     """Ranks of keys, counted on from the start of a window where the axis wraps; ranks broadcast."""
-    return start + _around(key - start, m, EDGE) if EDGE == WRAP else key
+    return start + around(key - start, m, EDGE) if EDGE == WRAP else key
 
 
 @triton.jit
@@ -224,13 +224,13 @@ def query_kernel(
         if tl.load(flag) == 0:
             return
     BLOCK_M: tl.constexpr = T0 * T1 * T2
-    q0, _, begin0, stop0 = _box(boxes, n0, 0, 0, PART)
-    q1, q_cells1, begin1, stop1 = _box(boxes, n1, 1, 0, PART)
-    q2, q_cells2, begin2, stop2 = _box(boxes, n2, 2, 0, PART)
-    f0, _, _, _ = _box(boxes, n0, 0, 1, PART)
-    f1, k_cells1, _, _ = _box(boxes, n1, 1, 1, PART)
-    f2, k_cells2, _, _ = _box(boxes, n2, 2, 1, PART)
-    tiles1, tiles2 = _tiles(begin1, stop1, d1, T1), _tiles(begin2, stop2, d2, T2)
+    q0, _, begin0, stop0 = axis_box(boxes, n0, 0, 0, PART)
+    q1, q_cells1, begin1, stop1 = axis_box(boxes, n1, 1, 0, PART)
+    q2, q_cells2, begin2, stop2 = axis_box(boxes, n2, 2, 0, PART)
+    f0, _, _, _ = axis_box(boxes, n0, 0, 1, PART)
+    f1, k_cells1, _, _ = axis_box(boxes, n1, 1, 1, PART)
+    f2, k_cells2, _, _ = axis_box(boxes, n2, 2, 1, PART)
+    tiles1, tiles2 = tiles_along(begin1, stop1, d1, T1), tiles_along(begin2, stop2, d2, T2)
     program = tl.program_id(0)
     tile2 = program % tiles2
     tile1 = program // tiles2 % tiles1
@@ -239,9 +239,9 @@ def query_kernel(
     b = tl.program_id(2).to(tl.int64)
     g = h // group
     w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
-    first0, last0, residue0, m0 = _tile_of(tile0, begin0, stop0, n0, d0, T0)
-    first1, last1, residue1, m1 = _tile_of(tile1, begin1, stop1, n1, d1, T1)
-    first2, last2, residue2, m2 = _tile_of(tile2, begin2, stop2, n2, d2, T2)
+    first0, last0, residue0, m0 = tile_along(tile0, begin0, stop0, n0, d0, T0)
+    first1, last1, residue1, m1 = tile_along(tile1, begin1, stop1, n1, d1, T1)
+    first2, last2, residue2, m2 = tile_along(tile2, begin2, stop2, n2, d2, T2)
 
     rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     r0 = first0 + rows // (T1 * T2)  # [BLOCK_M]
@@ -251,10 +251,10 @@ def query_kernel(
     start0, end0 = window(r0, m0, w0, s0, C0, E0)  # [BLOCK_M] each
     start1, end1 = window(r1, m1, w1, s1, C1, E1)  # [BLOCK_M] each
     start2, end2 = window(r2, m2, w2, s2, C2, E2)  # [BLOCK_M] each
-    c0 = _line(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
-    c1 = _line(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
-    c2 = _line(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
-    row = _rows(c0, c1, c2, q_cells1, q_cells2, inverse, exists, GATHER)  # [BLOCK_M]
+    c0 = line_of(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
+    c1 = line_of(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
+    c2 = line_of(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
+    row = rows_of(c0, c1, c2, q_cells1, q_cells2, inverse, exists, GATHER)  # [BLOCK_M]
     if PART and GATHER:
         exists &= (row >= 0) & (row < q_rows)
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -288,13 +288,13 @@ def query_kernel(
     for j in range(0, span0 * span1 * span2, BLOCK_N):
         key = j + cols  # [BLOCK_N]
         is_key = key < span0 * span1 * span2  # [BLOCK_N]
-        k0 = _around(begin0 + key // (span1 * span2), m0, E0)  # [BLOCK_N]
-        k1 = _around(begin1 + key // span2 % span1, m1, E1)  # [BLOCK_N]
-        k2 = _around(begin2 + key % span2, m2, E2)  # [BLOCK_N]
-        x0 = _line(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
-        x1 = _line(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
-        x2 = _line(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
-        slot = _rows(x0, x1, x2, k_cells1, k_cells2, inverse, is_key, GATHER)  # [BLOCK_N]
+        k0 = around(begin0 + key // (span1 * span2), m0, E0)  # [BLOCK_N]
+        k1 = around(begin1 + key // span2 % span1, m1, E1)  # [BLOCK_N]
+        k2 = around(begin2 + key % span2, m2, E2)  # [BLOCK_N]
+        x0 = line_of(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
+        x1 = line_of(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
+        x2 = line_of(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
+        slot = rows_of(x0, x1, x2, k_cells1, k_cells2, inverse, is_key, GATHER)  # [BLOCK_N]
         if PART and GATHER:
             is_key &= slot >= 0
         if PADDING:
@@ -380,9 +380,9 @@ def key_kernel(
     kv_heads = heads // group
     g = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    q0, _, q_begin0, q_stop0 = _box(boxes, n0, 0, 0, PART)
-    q1, q_cells1, q_begin1, q_stop1 = _box(boxes, n1, 1, 0, PART)
-    q2, q_cells2, q_begin2, q_stop2 = _box(boxes, n2, 2, 0, PART)
+    q0, _, q_begin0, q_stop0 = axis_box(boxes, n0, 0, 0, PART)
+    q1, q_cells1, q_begin1, q_stop1 = axis_box(boxes, n1, 1, 0, PART)
+    q2, q_cells2, q_begin2, q_stop2 = axis_box(boxes, n2, 2, 0, PART)
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if EXTRA:
         slot = (tl.program_id(0) * BLOCK_N + cols).to(tl.int64)  # [BLOCK_N]
@@ -395,23 +395,23 @@ def key_kernel(
         )  # [BLOCK_N], scalar, scalar, scalar, scalar
     else:
         keys = k_rows
-        f0, _, begin0, stop0 = _box(boxes, n0, 0, 1, PART)
-        f1, k_cells1, begin1, stop1 = _box(boxes, n1, 1, 1, PART)
-        f2, k_cells2, begin2, stop2 = _box(boxes, n2, 2, 1, PART)
-        tiles1, tiles2 = _tiles(begin1, stop1, d1, T1), _tiles(begin2, stop2, d2, T2)
+        f0, _, begin0, stop0 = axis_box(boxes, n0, 0, 1, PART)
+        f1, k_cells1, begin1, stop1 = axis_box(boxes, n1, 1, 1, PART)
+        f2, k_cells2, begin2, stop2 = axis_box(boxes, n2, 2, 1, PART)
+        tiles1, tiles2 = tiles_along(begin1, stop1, d1, T1), tiles_along(begin2, stop2, d2, T2)
         program = tl.program_id(0)
         w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
-        first0, last0, residue0, m0 = _tile_of(program // (tiles2 * tiles1), begin0, stop0, n0, d0, T0)
-        first1, last1, residue1, m1 = _tile_of(program // tiles2 % tiles1, begin1, stop1, n1, d1, T1)
-        first2, last2, residue2, m2 = _tile_of(program % tiles2, begin2, stop2, n2, d2, T2)
+        first0, last0, residue0, m0 = tile_along(program // (tiles2 * tiles1), begin0, stop0, n0, d0, T0)
+        first1, last1, residue1, m1 = tile_along(program // tiles2 % tiles1, begin1, stop1, n1, d1, T1)
+        first2, last2, residue2, m2 = tile_along(program % tiles2, begin2, stop2, n2, d2, T2)
         k0 = first0 + cols // (T1 * T2)  # [BLOCK_N]
         k1 = first1 + cols // T2 % T1  # [BLOCK_N]
         k2 = first2 + cols % T2  # [BLOCK_N]
         exists = (k0 < last0) & (k1 < last1) & (k2 < last2)  # [BLOCK_N]
-        c0 = _line(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
-        c1 = _line(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
-        c2 = _line(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
-        slot = _rows(c0, c1, c2, k_cells1, k_cells2, inverse, exists, GATHER)  # [BLOCK_N]
+        c0 = line_of(k0, residue0, d0, n0, f0, E0, PART)  # [BLOCK_N]
+        c1 = line_of(k1, residue1, d1, n1, f1, E1, PART)  # [BLOCK_N]
+        c2 = line_of(k2, residue2, d2, n2, f2, E2, PART)  # [BLOCK_N]
+        slot = rows_of(c0, c1, c2, k_cells1, k_cells2, inverse, exists, GATHER)  # [BLOCK_N]
         if PART and GATHER:
             exists &= slot >= 0
         from0, to0 = (q_begin0 - residue0 + d0 - 1) // d0, (q_stop0 - residue0 + d0 - 1) // d0
@@ -449,19 +449,19 @@ def key_kernel(
                     is_query &= (x2 >= q_begin2) & (x2 < q_stop2)
                 allowed = has_weight[:, None] & is_query[None, :]  # [BLOCK_N, BLOCK_M]
             else:
-                r0 = _around(begin0 + query // (span1 * span2), m0, E0)  # [BLOCK_M]
-                r1 = _around(begin1 + query // span2 % span1, m1, E1)  # [BLOCK_M]
-                r2 = _around(begin2 + query % span2, m2, E2)  # [BLOCK_M]
+                r0 = around(begin0 + query // (span1 * span2), m0, E0)  # [BLOCK_M]
+                r1 = around(begin1 + query // span2 % span1, m1, E1)  # [BLOCK_M]
+                r2 = around(begin2 + query % span2, m2, E2)  # [BLOCK_M]
                 if PART and E0 == WRAP:  # queries that are not computed are among them
                     is_query &= (r0 >= from0) & (r0 < to0)
                 if PART and E1 == WRAP:
                     is_query &= (r1 >= from1) & (r1 < to1)
                 if PART and E2 == WRAP:
                     is_query &= (r2 >= from2) & (r2 < to2)
-                x0 = _line(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
-                x1 = _line(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
-                x2 = _line(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
-                row = _rows(x0, x1, x2, q_cells1, q_cells2, inverse, is_query, GATHER)  # [BLOCK_M]
+                x0 = line_of(r0, residue0, d0, n0, q0, E0, PART)  # [BLOCK_M]
+                x1 = line_of(r1, residue1, d1, n1, q1, E1, PART)  # [BLOCK_M]
+                x2 = line_of(r2, residue2, d2, n2, q2, E2, PART)  # [BLOCK_M]
+                row = rows_of(x0, x1, x2, q_cells1, q_cells2, inverse, is_query, GATHER)  # [BLOCK_M]
                 if PART and GATHER:
                     is_query &= (row >= 0) & (row < q_rows)
                 start0, end0 = window(r0, m0, w0, s0, C0, E0)  # [BLOCK_M] each
