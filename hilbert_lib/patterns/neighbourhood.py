@@ -89,6 +89,19 @@ class Axis:
         start = self.start(query)
         return start + (key_rank - start) % count - rank
 
+    def distances(self) -> tuple[int, int]:
+        """The least and the most that `distance` may be for pairs that attend.
+
+        >>> Axis(9, 3, 1, 1, False, "clip").distances(), Axis(9, 3, 1, 1, False, "shift").distances()
+        ((-1, 1), (-2, 2))
+        """
+        if self.is_causal:
+            return 1 - self.window, 0
+        if self.edge == "shift":
+            return 1 - self.window, self.window - 1
+        ahead = self.stride // 2 - self.window // 2  # from the first query of a group to the window's start
+        return ahead - self.stride + 1, ahead + self.window - 1
+
     def keys(self, cell: Tensor) -> Tensor:
         """The cells that one cell () attends to: (n,) int64, ascending."""
         _, count = self.ranks(cell)

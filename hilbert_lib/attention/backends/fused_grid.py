@@ -82,6 +82,6 @@ BACKENDS = (
         here=lambda q, request: absence(q.device),
         reads_orderings=True,
         workspace=_workspace,
-        options=("part", "has_bias"),
+        options=("part", *BIAS),
     ),
 )

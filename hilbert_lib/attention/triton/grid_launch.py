@@ -11,13 +11,14 @@ from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.backward import delta_kernel
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
+from hilbert_lib.attention.triton.grid_bias import entry_kernel, pair_kernel
+from hilbert_lib.attention.triton.shifts import TILES, shape_of_sums, shifts_of, tiles_of
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.neighbourhood import EDGES, Axis, Neighbourhood
 
-# Cells of a tile along each axis, of queries and, for dk and dv, of keys: 64 where compiled, 16 where interpreted.
-TILES = {64: {1: (1, 1, 64), 2: (1, 8, 8), 3: (4, 4, 4)}, 16: {1: (1, 1, 16), 2: (1, 4, 4), 3: (2, 2, 4)}}
 AXES = "012"
+ENTRIES = 32  # entries of a table of bias that a program sums up
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -37,13 +38,14 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 def backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
 ) -> Tensors:
-    """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
+    """Gradients of the inputs, from the merged out and lse. The bits are the same every time."""
     in_float = request.part is not None and request.part.in_float
-    inputs = inputs.with_rows
-    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(inputs)]
-    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(inputs, dtypes, strict=True)))
-    dout, out, *computed = as_computed(dout, out, *inputs)
-    inputs = Tensors(*computed)
+    given = [x for x in inputs if x is not None]
+    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(given)]
+    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(given, dtypes, strict=True)))
+    sums = None if inputs.bias is None else sums_of(inputs, request)
+    dout, out = as_computed(dout, out)
+    inputs = _computed(inputs)
     lse, delta = lse.contiguous(), torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=lse.device)
 
     def starts() -> list[Start]:
@@ -54,10 +56,12 @@ def backward(
         ]
         if inputs.extra_k.shape[1]:
             launches.append(of_keys(dout, inputs, lse, delta, request, grads, extra=True))
+        if sums is not None:
+            launches += of_bias(dout, inputs, lse, delta, request, sums, grads.bias)
         return launches
 
     tensors = (*inputs, dout, out, lse, dlse, *tensors_of(request, out.device))
-    start(starts, tensors, "grid backward", *request.options, made=(delta, *grads.with_rows))
+    start(starts, tensors, "grid backward", *request.options, made=(delta, *grads, sums))
     return grads
 
 
@@ -89,7 +93,7 @@ def of_queries(
     """
     q, extra = inputs.q, inputs.extra_k.shape[1]
     named = rules(inputs, request)
-    tiles = _tiles(request, keys=False)
+    tiles = tiles_of(request, _sides(request), keys=False)
     names = {f"T{n}": cells for n, cells in zip(AXES, _sides(request), strict=True)}
     strides = _strides("qkvef", inputs.with_rows) | _strides("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
@@ -118,8 +122,38 @@ def of_keys(
     named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
     named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
     named |= table_of_bias(inputs._replace(bias=None) if extra else inputs, request)
-    tiles = -(-k.shape[1] // prod(sides)) if extra else _tiles(request, keys=True)
+    tiles = -(-k.shape[1] // prod(sides)) if extra else tiles_of(request, sides, keys=True)
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
+
+
+def sums_of(inputs: Tensors, request: Request) -> Tensor:
+    """The scratch of `of_bias`."""
+    shape = shape_of_sums(request, inputs.q.shape[0], inputs.q.shape[2], _rows())
+    return torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
+
+
+def of_bias(
+    dout: Tensor, inputs: Tensors, lse: Tensor, delta: Tensor, request: Request, sums: Tensor, dbias: Tensor
+) -> list[Start]:  # fmt: skip
+    """The launches of the gradient of a bias: sums of pairs, and of these the sum for each entry."""
+    sides, (batch, _, heads, _) = _sides(request), inputs.q.shape
+    shifts, table = shifts_of(request, sides), table_of_bias(inputs, request)
+    shared = {f"T{n}": cells for n, cells in zip(AXES, sides, strict=True)}
+    shared |= {f"lowest{n}": rank for n, rank in zip(AXES, shifts.lowest, strict=True)}
+    shared |= {f"shifts{n}": count for n, count in zip(AXES, shifts.counts, strict=True)}
+    shared |= {"sums": sums, "heads": heads}
+    of_pairs = rules(inputs, request) | table | shared | _strides("qkvd", (*inputs[:3], dout))
+    of_pairs |= {"k": inputs.k, "v": inputs.v, "dout": dout, "lse": lse, "delta": delta, "batch": batch}
+    of_pairs |= {"tiles": tiles_of(request, sides, keys=False), "PADDING": request.key_padding_mask is not None}
+    of_entries = shared | table | {"dbias": dbias, "runs": len(sums), "BLOCK": ENTRIES}
+    of_entries.pop("sums")
+    of_entries.pop("bias")
+    of_pairs.pop("extra")
+    blocks = -(-dbias[0].numel() // ENTRIES)
+    return [
+        Start(pair_kernel, (shifts.blocks, heads, len(sums)), (inputs.q,), of_pairs),
+        Start(entry_kernel, (blocks, heads), (sums,), of_entries),
+    ]
 
 
 def _strides(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
@@ -128,17 +162,12 @@ def _strides(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def _sides(request: Request) -> tuple[int, int, int]:
-    return TILES[16 if is_interpreted() else 64][len(request.neighbourhoods[0].shape)]
+    return TILES[_rows()][len(request.neighbourhoods[0].shape)]
 
 
-def _tiles(request: Request, *, keys: bool) -> int:
-    # Number of tiles of queries or of keys.
-    axes, part, tiles = request.neighbourhoods[0].axes, request.part, 1
-    for n, (axis, tile_cells) in enumerate(zip(axes, _sides(request)[3 - len(axes) :], strict=True)):
-        cells = len((part.keys if keys else part.queries)[n]) if part else axis.cells
-        ranks = -(-cells // axis.dilation)
-        tiles *= axis.dilation * -(-ranks // tile_cells)
-    return tiles
+def _rows() -> int:
+    # Cells of a tile.
+    return 16 if is_interpreted() else 64
 
 
 @lru_cache(maxsize=256)

@@ -83,9 +83,9 @@ KERNEL_RULES = {
     ("line, shifted", "random", torch.float32), ("line, causal", "box", torch.bfloat16),
     ("plane", "none", torch.float16), ("volume", "hilbert", torch.float32),
 ])  # fmt: skip
-def test_kernels_add_it(rules, order, dtype):
+def test_kernels_add_it_and_have_its_gradient(rules, order, dtype):
     case = KERNEL_RULES[rules], GROUPED_WINDOWS, order, "bias, extra and padding", dtype
-    check_on_grid(*case, "triton", 5, gradients=False)
+    check_on_grid(*case, "triton", 5, with_dlse=rules == "plane")
 
 
 @settings(max_examples=40)
