@@ -7,6 +7,8 @@ forward    output and lse
 backward   dq; dk and dv
 grid       windows on a grid, for tokens in any order; `grid_launch` starts them
 lists      rows that see listed rows, whatever the geometry; `lists_launch` starts them
+grid_bias  the gradient of a bias by relative position on a grid
+shifts     the blocks of keys and the scratch of that gradient; imports no triton
 hopper     forward and backward on a Hopper GPU, warp-specialised
 decode     a few queries against many keys
 merge      all partial results of dense kernels at once
