@@ -318,7 +318,7 @@ def query_kernel(
                 counted_on(start2[:, None], k2[None, :], m2, E2),
                 entries1,
                 entries2,
-            )  # [BLOCK_M or 1, BLOCK_N]
+            )  # [BLOCK_M, BLOCK_N]
             bias_tile = bias_of(head_bias, q_place[:, None], k_place, allowed)  # [BLOCK_M, BLOCK_N]
         if BACKWARD:
             acc = _gradients(
@@ -494,7 +494,7 @@ def key_kernel(
                     counted_on(start2[None, :], k2[:, None], m2, E2),
                     entries1,
                     entries2,
-                )  # [BLOCK_N, BLOCK_M or 1]
+                )  # [BLOCK_N, BLOCK_M]
                 head_bias = bias + h * (entries0 * entries1 * entries2)
                 bias_tile = bias_of(head_bias, q_place[None, :], k_place, allowed)  # [BLOCK_N, BLOCK_M]
                 scores = scores * scale + bias_tile  # [BLOCK_N, BLOCK_M]

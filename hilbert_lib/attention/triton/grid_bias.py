@@ -118,9 +118,9 @@ def pair_kernel(
             allowed &= (k2[None, :] >= start2[:, None]) & (k2[None, :] < end2[:, None])
             row_mask, key_mask = exists[:, None] & in_dim, is_key[:, None] & in_dim  # [BLOCK, BLOCK_D] each
             q_ptrs = q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]  # [BLOCK, BLOCK_D]
-            d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
-            k_ptrs = k + b * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]
-            v_ptrs = v + b * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]
+            d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]  # [BLOCK, BLOCK_D]
+            k_ptrs = k + b * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]  # [BLOCK, BLOCK_D]
+            v_ptrs = v + b * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]  # [BLOCK, BLOCK_D]
             q_tile = tl.load(q_ptrs, mask=row_mask, other=0.0)  # [BLOCK, BLOCK_D]
             d_tile = tl.load(d_ptrs, mask=row_mask, other=0.0)  # [BLOCK, BLOCK_D]
             k_tile = tl.load(k_ptrs, mask=key_mask, other=0.0)  # [BLOCK, BLOCK_D]
@@ -143,10 +143,9 @@ def pair_kernel(
 @triton.jit(do_not_specialize=[*NUMBERS, "heads", "entries0", "entries1", "entries2"])
 def entry_kernel(
     sums, dbias, heads, entries0, entries1, entries2, shifts0, shifts1, shifts2, lowest0, lowest1, lowest2, runs,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, BLOCK: tl.constexpr,
+    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a run of entries of one head's table."""
-    ROWS: tl.constexpr = T0 * T1 * T2
     entries = entries0 * entries1 * entries2
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     h = tl.program_id(1).to(tl.int64)

@@ -145,7 +145,7 @@ def of_bias(
     of_pairs = rules(inputs, request) | table | shared | _strides("qkvd", (*inputs[:3], dout))
     of_pairs |= {"k": inputs.k, "v": inputs.v, "dout": dout, "lse": lse, "delta": delta, "batch": batch}
     of_pairs |= {"tiles": tiles_of(request, sides, keys=False), "PADDING": request.key_padding_mask is not None}
-    of_entries = shared | table | {"dbias": dbias, "runs": len(sums), "BLOCK": ENTRIES}
+    of_entries = shared | table | {"dbias": dbias, "runs": len(sums), "ROWS": prod(sides), "BLOCK": ENTRIES}
     of_entries.pop("sums")
     of_entries.pop("bias")
     of_pairs.pop("extra")

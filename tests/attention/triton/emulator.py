@@ -28,7 +28,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
     "hilbert_lib.internals",
     *(
         f"{PACKAGE}.{name}"
-        for name in ("geometry", "arguments", "forward", "backward", "launch", "grid", "grid_launch")
+        for name in ("geometry", "arguments", "forward", "backward", "launch", "grid", "grid_bias", "grid_launch")
     ),
     *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "forward", "backward", "launch")),
     *(
