@@ -53,9 +53,9 @@ def _gathered_results(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
         row = row.clamp(0, keys - 1)
         if request.key_padding_mask is not None:
             sees = sees & ~request.key_padding_mask[sequence, row]
-        scores.append(_scores(q, inputs.k[sequence, row, head], sees, request.scale))
+        scores.append(_scores(q, _rows(inputs.k, sequence, row, head), sees, request.scale))
         # A NaN or inf in a row that a query does not see does not reach it.
-        values.append(inputs.v[sequence, row, head].to(dtype).masked_fill(~sees[..., None], 0.0))
+        values.append(_rows(inputs.v, sequence, row, head).to(dtype).masked_fill(~sees[..., None], 0.0))
     if inputs.extra_k is not None and inputs.extra_k.shape[1]:
         extra_k, extra_v = (x.transpose(1, 2)[:, None].expand(-1, q.shape[1], -1, -1, -1) for x in inputs.extra)
         sees = own >= 0
@@ -68,6 +68,16 @@ def _gathered_results(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
     weights = scores.softmax(-1).masked_fill(lse[..., None] == -torch.inf, 0.0)
     out = torch.einsum("bqhgn,bqhnd->bqhgd", weights, torch.cat(values, 3))
     return out.flatten(2, 3).to(inputs.q.dtype), lse.flatten(2).transpose(1, 2)
+
+
+def _rows(x: Tensor, sequence: Tensor, row: Tensor, head: Tensor) -> Tensor:
+    # x[sequence, row, head]. As one list it is copied row by row: on a CPU with one thread one query of three branches
+    # of 4,096 keys took 1.8 to 2.2 ms, and 3.0 to 4.0 without.
+    if not x.is_contiguous():
+        return x[sequence, row, head]
+    _, rows, heads, head_dim = x.shape
+    places = (sequence * rows + row) * heads + head
+    return x.view(-1, head_dim).index_select(0, places.flatten()).view(*places.shape, head_dim)
 
 
 def _scores(q: Tensor, k: Tensor, sees: Tensor, scale: float) -> Tensor:
