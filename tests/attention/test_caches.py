@@ -112,6 +112,21 @@ def test_a_prompt_and_the_tokens_after_it_are_those_of_the_whole_call(name, padd
         assert cache.is_empty
 
 
+@pytest.mark.parametrize("make", [multihead, line])
+def test_a_batch_padded_on_the_left_has_the_gradients_of_each_sequence_alone(make):
+    decoder = Decoder(make(prepare=Turned()))
+    rows, whole = sequences(decoder)
+    longest = max(x.shape[1] for x in rows)
+    begins = torch.tensor([longest - x.shape[1] for x in rows])
+    padded = torch.cat([nn.functional.pad(x, (0, 0, longest - x.shape[1], 0), value=3.0) for x in rows])
+    out = decoder(padded, key_start=begins)
+    found = [x[begin:] for x, begin in zip(out, begins.tolist(), strict=True)]
+    torch.testing.assert_close(found, whole, atol=1e-12, rtol=0)
+    parameters = list(decoder.module.parameters())
+    grads, exact = (torch.autograd.grad(sum(x.square().sum() for x in each), parameters) for each in (found, whole))
+    torch.testing.assert_close(grads, exact, atol=1e-10, rtol=0)
+
+
 @torch.no_grad()
 def test_windows_that_queries_share_are_those_of_a_grid_of_the_whole_room():
     decoder = Decoder(line(6, stride=4))
