@@ -164,7 +164,7 @@ def dilated_attention(
             A (batch,) tensor of int32 or int64 on the device of q holds one number for each sequence, for caches of
             unequal lengths and for CUDA graphs. The host never reads its values. A row of q outside the rows of k has
             output 0 and lse -inf. "reference" and "eager" serve it, and "triton" up to 64 queries of the heads of a KV
-            head along a sequence; the gradients of "triton" are then by matrix products.
+            head; the gradients of "triton" are then by matrix products.
         key_start: (batch,) int32 or int64 on the device of q, for a batch that is padded on the left: the row of k at
             which each sequence begins; by default 0. The host never reads its values. They are clamped to the rows of
             k. Positions, segments and keys of zeros count from that row: row n of k is position n - key_start. Rows of
@@ -264,7 +264,7 @@ def neighbourhood_attention(
         query_start, key_start: for grids of one axis, such as the cache of a sliding window; as in `dilated_attention`.
             A row of q before its sequence does not see extra keys either. Not with query_box. key_start not with
             edge="wrap". Sequences are moved to row 0 only if stride is 1 and the window is causal or edge="clip";
-            elsewhere "reference" and "eager" serve key_start.
+            elsewhere "reference", "eager" and, for a few queries, "triton" serve key_start.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
         extra_q: (batch, extra queries, heads, head_dim), queries beside the grid: text or class tokens in joint
             attention. Each sees every cell and every extra key, also where an axis is causal. "auto" chooses one

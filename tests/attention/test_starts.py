@@ -407,8 +407,6 @@ def is_served(dtype=None, backend="auto", starts="a number alone", is_causal=Tru
     whole = STARTS[starts][2] == KEYS
     if pattern is WINDOWS and (is_causal or backend == "sdpa"):  # a window says itself whether it is causal
         return False
-    if backend == "triton":
-        return pattern is not WINDOWS or whole or starts == "a number alone"
     return backend != "sdpa" or (whole and is_causal and not has_mask)
 
 

@@ -1,14 +1,17 @@
 """The fused kernels for grids as backends; triton is imported when one runs."""
 
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.backends.fused import absence, hopper_here, kernel_limits
 from hilbert_lib.attention.failures import not_compiled
-from hilbert_lib.attention.request import BIAS, Request
+from hilbert_lib.attention.request import BIAS, Request, Tensors
+from hilbert_lib.attention.starts import STARTS, has_starts
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PROGRAMS = 65535
@@ -21,13 +24,30 @@ def _plain_functions(device: torch.device) -> tuple[Forward, Backward]:
     except (ImportError, AttributeError) as error:
         raise not_compiled("the module of kernels by rectangles", error) from error
 
-    return grid_launch.forward, grid_launch.backward
+    return grid_launch.forward, partial(_plain_backward, grid_launch.backward)
+
+
+def _plain_backward(
+    backward: Backward, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    run = reference.backward_by_rows if has_starts(request) else backward
+    return run(dout, inputs, out, lse, request, dlse=dlse)
+
+
+def _plain_of_keys(q: Tensor, k: Tensor, request: Request) -> str:
+    from hilbert_lib.attention.triton import decode  # triton is imported only where a kernel is used
+
+    refused = decode.refusal_of_starts(q, k, request) if has_starts(request) else ""
+    return refused or _of_keys(q, k, request)
 
 
 def _workspace(
     arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
-) -> dict[str, int]:
+) -> dict[str, int] | None:
     # The scratch of both `grid_launch.py`. Interpreted kernels count as compiled ones.
+    if has_starts(request):  # the backward's is found on meta tensors, and the forward's parts are few
+        return {} if direction == "forward" else None
     return {} if direction == "forward" else {"delta": arguments[-1].nbytes}
 
 
@@ -74,14 +94,14 @@ BACKENDS = (
     Backend(
         serves=HeadNeighbourhoods,
         name="triton",
-        note="kernels that walk over rectangles of keys",
+        note="kernels that walk over rectangles of keys; beside tensors of starts the backward is by matrix products",
         colour="#D55E00",
         functions=_plain_functions,
         limits=_limits,
-        of_keys=_of_keys,
+        of_keys=_plain_of_keys,
         here=lambda q, request: absence(q.device),
         reads_orderings=True,
         workspace=_workspace,
-        options=("part", *BIAS),
+        options=("part", *BIAS, *STARTS),
     ),
 )

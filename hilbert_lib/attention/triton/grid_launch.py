@@ -9,6 +9,7 @@ from torch import Tensor
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.backward import delta_kernel
+from hilbert_lib.attention.triton.decode_line import attend_in_windows
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
 from hilbert_lib.attention.triton.grid_bias import entry_kernel, pair_kernel
@@ -23,6 +24,8 @@ ENTRIES = 32  # entries of a table of bias that a program sums up
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
+    if request.query_starts is not None or request.key_start is not None:
+        return attend_in_windows(inputs, request)
     out = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
     lse = torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=inputs.q.device)
     inputs = _computed(inputs)

@@ -33,6 +33,7 @@ from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.arguments import CONFIGS
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
+from hilbert_lib.attention.triton.decode_line import line_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
@@ -44,13 +45,14 @@ from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 ARCHITECTURES = (80, 90, 100)
 ATTENTION_TYPES = {
-    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
+    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "extra_k", "extra_v", "bias"), "*bf16"),
     **dict.fromkeys(("lse", "dlse", "delta", "partial_out", "partial_lse"), "*fp32"),
     **dict.fromkeys(("partial_dq", "partial_dk", "partial_dv"), "*fp32"),
     **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
+    "windows": "*i32",
     "documents": "*i32",
     **dict.fromkeys(STARTS, "*i64"),
-    **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
+    **{"padding": "*i1", "extra_padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
 }
 ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
 CURVE_TYPES = {
@@ -125,6 +127,7 @@ def decode_kernels() -> dict[str, tuple]:
     common |= {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "PAIRS": 16, "BLOCK": 64}
     options = {"num_warps": 4, "num_stages": 3}
     with_starts, common = common, common | dict.fromkeys(STARTS)
+    line = {name: x for name, x in with_starts.items() if name != "PADDING"} | {"BLOCK_M": 16, "EDGE": 0}
     one, several = {"BLOCK_M": 16, "SEVERAL": False}, {"BLOCK_M": 32, "SEVERAL": True}
     return {
         "decode one": (decoding.decode_kernel, ATTENTION_TYPES, common | one, options),
@@ -133,6 +136,13 @@ def decode_kernels() -> dict[str, tuple]:
         "decode several with starts": (decoding.decode_kernel, ATTENTION_TYPES, with_starts | several, options),
         "decode merge": (decoding.merge_kernel, ATTENTION_TYPES, common, {"num_warps": 4}),
         "decode merge with starts": (decoding.merge_kernel, ATTENTION_TYPES, with_starts, {"num_warps": 4}),
+        "decode line": (
+            line_kernel,
+            ATTENTION_TYPES,
+            line | dict.fromkeys(("padding", "extra_padding", "bias")),
+            options,
+        ),
+        "decode line with all": (line_kernel, ATTENTION_TYPES, line | {"CAUSAL": False, "EDGE": 2}, options),
     }
 
 

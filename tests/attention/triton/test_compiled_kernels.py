@@ -240,7 +240,7 @@ def test_a_tile_that_is_copied_over_under_a_product_is_told(slots, ahead, left, 
 def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
     reads, writes = "ld.global.v4.b32", "st.global.v4.b32"
     wanted = {"decode merge": {reads}, "decode merge with starts": {reads}}
-    for name, facts in some("decode ", 2, 6).items():
+    for name, facts in some("decode ", 2, 8).items():
         assert wanted.get(name, {"cp.async.cg"}) <= set(facts["instructions"]), name  # of keys and values, ahead
     # A cell of a plane leaves as one write, and what encoding reads of a block comes in one read.
     wanted = {"curve decode 2": {"st.global.v2.b64"}, "curve decode 3": set()}

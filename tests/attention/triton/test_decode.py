@@ -5,6 +5,7 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
+from allpairspy import AllPairs
 from cases import (
     BRANCHES,
     LAYOUTS,
@@ -16,14 +17,16 @@ from cases import (
     differentiated,
     drawn,
     in_pairs,
+    out_and_lse,
     stored,
 )
 
-from hilbert_lib import DilatedPattern
+from hilbert_lib import DilatedPattern, Neighbourhood
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
+decode_line = pytest.importorskip("hilbert_lib.attention.triton.decode_line", reason="triton has no build")
 decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="triton has no build for this platform")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,6 +108,53 @@ def test_sequences_that_begin_at_unequal_rows_are_each_attended_to_alone(case):
 BEGINS = torch.tensor([7, 20])
 
 
+# edge, is_causal, dilation, stride, windows of the KV heads.
+LINES = {
+    "sliding": ("clip", True, 1, 1, (5, 5)),
+    "dilated": ("shift", False, 3, 2, (7, 4)),
+    "in groups": ("shift", True, 2, 3, (9, KEYS + 3)),
+    "clipped": ("clip", False, 2, 4, (KEYS + 8, 6)),
+    "round": ("wrap", False, 1, 1, (20, 33)),
+}
+LINE_AXES = (LINES, STARTS, DTYPES, (1, 3), ("plain", "masks", "bias"), (0, 3), (1, 10**6))
+
+
+@pytest.mark.parametrize(
+    "case",
+    list(
+        AllPairs(
+            list(map(list, LINE_AXES)), filter_func=lambda case: case[0] != "round" or case[1:2] in ([], ["caches"])
+        )
+    ),
+    ids=str,
+)
+def test_lines_that_begin_at_unequal_rows_are_each_attended_to_alone(case, monkeypatch):
+    line, starts, dtype, group, more, extra, programs = case
+    edge, is_causal, dilation, stride, windows = LINES[line]
+    rules = {"dilation": dilation, "stride": stride, "is_causal": is_causal, "edge": edge}
+    pattern = tuple(Neighbourhood((KEYS,), window, **rules) for window in windows)
+    query_start, key_start, queries = STARTS[starts]
+    options = {"query_start": query_start if isinstance(query_start, int) else torch.tensor(query_start)}
+    if key_start is not None:
+        options["key_start"] = torch.tensor(key_start)
+    given = list(tokens(queries, 2 * group, 2, batch=4, dtype=dtype))
+    if extra:
+        given += tokens(queries, 2, 2, batch=4, keys=extra, dtype=dtype)[1:]
+    generator = torch.Generator().manual_seed(1)
+    if more == "masks":
+        options["key_padding_mask"] = torch.rand(4, KEYS, generator=generator) < 0.4
+        if extra:
+            options["extra_padding_mask"] = torch.rand(4, extra, generator=generator) < 0.4
+    if more == "bias":
+        given.append(torch.randn(2 * group, 2 * max(windows) - 1, generator=generator).to(dtype))
+    expected = oracle.attending(pattern, **options)(*(x.double() for x in given))
+    monkeypatch.setattr(decode_line, "PROGRAMS", programs)
+    monkeypatch.setattr(decode_line, "KEYS_PER_ROW", 1)
+    on_device = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    found = out_and_lse([*(x.to(DEVICE) for x in given), None], pattern, "triton", **on_device)
+    assert_close(found, expected, TOLERANCE[dtype][:2])
+
+
 def test_keys_after_a_sequence_and_before_it_are_not_read():
     q, k, v = tokens(2, 2, 1)
     call = Request(
@@ -117,11 +167,13 @@ def test_keys_after_a_sequence_and_before_it_are_not_read():
     assert all(map(torch.equal, decoded(q, k, v, call), expected))
 
 
-def test_it_is_the_backend_of_few_queries_with_tensors_of_starts_and_refuses_many():
-    pattern = DilatedPattern((16, 64), (1, 2))
+@pytest.mark.parametrize(
+    "pattern", [DilatedPattern((16, 64), (1, 2)), Neighbourhood((KEYS,), 20, edge="clip")], ids=str
+)
+def test_it_is_the_backend_of_few_queries_with_tensors_of_starts_and_refuses_many(pattern):
     tensors = [x.to(DEVICE) for x in drawn(3, 4, 2, 8, keys=KEYS, batch=2)]
     starts = {"query_start": torch.tensor([40, 50]), "key_start": BEGINS}
-    options = {name: x.to(DEVICE) for name, x in starts.items()} | {"is_causal": True}
+    options = {name: x.to(DEVICE) for name, x in starts.items()}
     right = differentiated(oracle.attending(pattern, **options), [x.double() for x in tensors])
     assert_close(attended(tensors, pattern, "triton", **options), right, TOLERANCE[torch.float32][2])
     many = [x.to(DEVICE) for x in drawn(33, 4, 2, 8, keys=KEYS, batch=2)]
