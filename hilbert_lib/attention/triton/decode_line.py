@@ -131,7 +131,8 @@ def attended(m, total, acc, scores, allowed, v_tile, PRECISION: tl.constexpr):
     weights = tl.exp2((scores - finite[:, None]) * geometry.LOG2_E)  # [BLOCK_M, BLOCK_N]
     decay = tl.exp2((m - finite) * geometry.LOG2_E)  # [BLOCK_M]
     total = total * decay + tl.sum(weights, 1)  # [BLOCK_M]
-    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
+    acc *= decay[:, None]
+    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     return largest, total, acc
 
 
@@ -189,7 +190,9 @@ def line_kernel(
             entry = h[:, None] * entries + (place - rank + entries // 2)[None, :]  # [BLOCK_M, BLOCK_N]
             mask = (rows < group)[:, None] & is_key[None, :]  # [BLOCK_M, BLOCK_N]
             scores += tl.load(bias + entry, mask=mask, other=0.0).to(tl.float32)
-        m, total, acc = attended(m, total, acc, scores, is_key[None, :], v_tile, PRECISION)
+        m, total, acc = attended(
+            m, total, acc, scores, is_key[None, :], v_tile, PRECISION
+        )  # [BLOCK_M], [BLOCK_M], [BLOCK_M, BLOCK_D]
     extra_head, value_head = extra_k + b * stride_eb + g * stride_eh, extra_v + b * stride_fb + g * stride_fh
     for j in range(0, tl.where(is_held & is_extra, extra, 0), BLOCK_N):
         is_key = j + cols < extra  # [BLOCK_N]
@@ -197,11 +200,16 @@ def line_kernel(
         if extra_padding is not None:
             is_key &= tl.load(extra_padding + b * stride_gb + row, mask=is_key, other=1) == 0
         load = is_key[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
-        k_ptrs, v_ptrs = extra_head + row[:, None] * stride_en, value_head + row[:, None] * stride_fn  # [BLOCK_N, 1]
+        k_ptrs, v_ptrs = (
+            extra_head + row[:, None] * stride_en,
+            value_head + row[:, None] * stride_fn,
+        )  # [BLOCK_N, 1] each
         k_tile = tl.load(k_ptrs + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         v_tile = tl.load(v_ptrs + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
-        m, total, acc = attended(m, total, acc, scores, is_key[None, :], v_tile, PRECISION)
+        m, total, acc = attended(
+            m, total, acc, scores, is_key[None, :], v_tile, PRECISION
+        )  # [BLOCK_M], [BLOCK_M], [BLOCK_M, BLOCK_D]
     part_rows = ((b * kv_heads * group + h) * queries + t) * parts + part  # [BLOCK_M]
     denominator = tl.where(total == 0.0, 1.0, total)  # [BLOCK_M]; 0: no keys; NaN stays NaN
     lse = tl.where(total == 0.0, float("-inf"), m + tl.log(denominator))  # [BLOCK_M]
