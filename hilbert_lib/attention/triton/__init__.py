@@ -10,7 +10,7 @@ lists      rows that see listed rows, whatever the geometry; `lists_launch` star
 grid_bias  the gradient of a bias by relative position on a grid
 shifts     the blocks of keys and the scratch of that gradient; imports no triton
 hopper     forward and backward on a Hopper GPU, warp-specialised
-decode     a few queries against many keys
+decode     a few queries against many keys; `decode_line` on grids of one axis, with tensors of starts
 merge      all partial results of dense kernels at once
 rows       rows by index: merged, or added to, in place
 copies     rows by index of several tensors: copied, or summed
