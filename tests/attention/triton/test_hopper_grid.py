@@ -6,11 +6,13 @@ import pytest
 import torch
 from allpairspy import AllPairs
 from cases import (
+    GROUPED_WINDOWS,
     HEADS,
     LAYOUTS,
     MORE,
     NORM_TOLERANCE,
     RULES,
+    bias_sides,
     box_in,
     boxed,
     check_nan,
@@ -18,13 +20,14 @@ from cases import (
     check_part,
     neighbourhoods,
     norms,
+    out_and_lse,
     ranges,
     stored,
 )
 from cases import attended as by_backend
 from cases import drawn as tokens
 from drawn_grids import BOXED, CASES, QUERY_BOXES, boxed_part, drawn, expected
-from oracle import attending
+from oracle import attending, bias_of
 
 from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
 from hilbert_lib.attention.grid_parts import on_its_keys, part_of_box
@@ -200,3 +203,121 @@ def test_auto_takes_them_for_tokens_that_are_stored_row_by_row():
     assert chosen(q[:, : near.length // near.shape[0]], k, v, query_box=box) == "hopper"
     compiled = torch.compile(neighbourhood_attention, fullgraph=True)
     assert torch.equal(compiled(q, k, v, near), neighbourhood_attention(q, k, v, near, backend="hopper"))
+
+
+# A bias by relative position.
+
+BIASED = AllPairs([list(filter(is_served, RULES)), ["grouped", GROUPED_WINDOWS], list(NORM_TOLERANCE), [16, 64, 128]])
+REFUSED = "sums the gradient of a bias in 18,432 bytes"  # of the largest windows at 128 columns
+
+
+def with_bias(near, given: list[torch.Tensor], dtype=torch.float32) -> list[torch.Tensor]:
+    """Tensors of `attended` with a bias before dout."""
+    *inputs, dout = given
+    bias = torch.randn(dout.shape[2], *bias_sides(near), generator=torch.Generator().manual_seed(1))
+    return [*inputs, bias.to(DEVICE, dtype), dout]
+
+
+@pytest.mark.parametrize("case", list(BIASED), ids=lambda case: "-".join(map(str, case)))
+def test_a_bias_on_small_grids_is_the_oracles(case):
+    rules, heads, dtype, head_dim = case
+    check_on_grid(rules, heads, "none", "bias, extra and padding", dtype, "hopper", head_dim, DEVICE)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_bias_that_the_emulator_adds_is_right_here_too(number):
+    case = drawn(number)._replace(has_bias=True)
+    given, dout, masks, (out, lse, *grads) = expected(case)
+    rows = given.with_rows if case.extra else given[:3]
+    tensors = [stored(x.to(DEVICE), case.layout) for x in rows]
+    names = ("key_padding_mask", "extra_padding_mask")
+    options = {name: mask.to(DEVICE) for name, mask in zip(names, masks, strict=True) if mask is not None}
+    found = attended([*tensors, given.bias.to(DEVICE), stored(dout.to(DEVICE), case.layout)], case.windows, **options)
+    right = (out, lse, *grads[: len(rows)], grads[-1])
+    if number == 10:  # one extra key, whose gradient nearly cancels
+        found, right = found[:-3] + found[-1:], right[:-3] + right[-1:]
+    assert_right([x.cpu() for x in found], right, case.dtype)
+
+
+@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_bias_on_grids_of_many_tiles_is_right(name, dtype):
+    near, given = inputs_of(name, dtype, extra=100 if name in ("narrow", "volume") else 0)
+    given = with_bias(near, given)
+    exact = attended([x.double() for x in given], near, backend="eager")
+    with torch.no_grad():
+        assert_right(out_and_lse(given, near, "hopper"), exact[:2], dtype)
+    if name in ("strided", "volume", "film"):
+        with pytest.raises(ValueError, match=REFUSED):
+            attended(given, near)
+    else:
+        assert_right(attended(given, near), exact, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "head_dim"), [((256, 256), 41, 64), ((256, 256), 20, 128), ((16, 32, 32), 5, 64)]
+)
+def test_the_largest_windows_whose_bias_has_a_gradient_are_right(shape, window, head_dim):
+    near = Neighbourhood(shape, window)
+    given = with_bias(near, tokens(near.length, 2, 1, head_dim, dtype=torch.bfloat16, device=DEVICE))
+    found, exact = attended(given, near), attended([x.double() for x in given], near, backend="eager")
+    assert_right(found, exact, torch.bfloat16)
+    assert norms([found[-1]], [exact[-1]])[0] < 1e-3
+
+
+@pytest.mark.parametrize("name", ["plane", "narrow", "globe", "line"])
+def test_bits_repeat_beside_a_bias(name):
+    near, given = inputs_of(name)
+    given = with_bias(near, given)
+    first, *others = (attended(given, near) for _ in range(4))
+    assert all(all(map(torch.equal, first, other)) for other in others)
+
+
+def test_a_bias_of_any_size_and_form_is_right():
+    near, given = inputs_of("globe", extra=70)
+    *inputs, bias, dout = with_bias(near, given)
+    hidden = bias.clone()
+    hidden[:, ::3] = -torch.inf
+    for table in (30 * bias, bias.bfloat16(), bias.transpose(1, 2).contiguous().transpose(1, 2), hidden):
+        found = attended([*inputs, table, dout], near)
+        exact = attended([x.double() for x in (*inputs, table, dout)], near, backend="eager")
+        assert found[-1].dtype == table.dtype
+        assert_right((found[0], exact[1], *found[2:]), exact, torch.bfloat16)
+        torch.testing.assert_close(found[1].double(), exact[1], atol=1e-3, rtol=1e-6)
+
+
+def test_a_bias_that_is_no_number_reaches_only_those_who_see_it():
+    near = Neighbourhood((12, 20), (5, 4), edge=("clip", "wrap"))
+    q, k, v, _ = tokens(240, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    bias = torch.randn(2, 9, 7, device=DEVICE)
+    exact, _ = attending(near)(*(x.double().cpu() for x in (q, k, v, bias)))
+    bias[1, 6, 4] = torch.nan
+    out = neighbourhood_attention(q, k, v, near, bias=bias, backend="hopper").cpu()
+    reached = bias_of(near, bias.cpu(), range(240), 2).isnan().any(-1).T[None, :, :, None].expand_as(out)
+    assert out.isnan().equal(reached)
+    assert (out - exact)[~reached].norm() < 4e-3 * exact.norm()
+
+
+def test_a_box_of_queries_has_the_bias_of_the_whole():
+    for part, head_dim in (("amid a plane", 64), ("all along what goes round", 128), ("frames of a film", 64)):
+        check_part(boxed_part(part), "hopper", DEVICE, torch.bfloat16, head_dim, has_bias=True)
+
+
+def test_a_cuda_graph_replays_a_bias_and_its_gradient():
+    near, given = inputs_of("globe", extra=70)
+    given = with_bias(near, given)
+    graph, replayed = captured(lambda: attended(given, near))
+    for value in (2.0, -1.0):
+        given[-2].mul_(value)
+        graph.replay()
+        assert all(map(torch.equal, replayed, attended(given, near)))
+
+
+def test_auto_takes_boxes_beside_a_bias_where_its_gradient_has_room():
+    for window, has_room in ((20, True), (21, False)):
+        near = Neighbourhood((64, 64), window)
+        q, k, v, bias, _ = with_bias(near, tokens(near.length, 2, 1, 128, dtype=torch.bfloat16, device=DEVICE))
+        assert explain_backend(q, k, v, near, bias=bias).chosen == "hopper"
+        explained = explain_backend(q, k, v, near, bias=bias.requires_grad_())
+        assert (explained.chosen == "hopper") == has_room
+        assert has_room or REFUSED in explained.reasons["hopper"]

@@ -54,7 +54,8 @@ def _size(form):
 @gluon.constexpr_function
 def _words(form):
     """Places of the sums of a tile: whole kilobytes, since the tiles that follow begin at such."""
-    return -(-_size(form) // 256) * 256
+    size = form.sides[0] * form.sides[1] * form.sides[2]
+    return (size + 255) // 256 * 256
 
 
 @gluon.constexpr_function
@@ -83,13 +84,10 @@ class Table(NamedTuple):
 
 @gluon.jit
 def table_of(bias, h, ranks, RULES: gl.constexpr, FORM: gl.constexpr):
-    """The `Table` of a head and a group of rows with these ranks, or () without a bias."""
-    if FORM is None:
-        return ()
-    else:
-        place = _of_row(ranks[0], 0, RULES, FORM) + _of_row(ranks[1], 1, RULES, FORM)  # [GROUP_ROWS]
-        place = place + _of_row(ranks[2], 2, RULES, FORM)  # [GROUP_ROWS]
-        return Table(bias + h.to(gl.int64) * _size(FORM), ranks, place)
+    """The `Table` of a head and a group of rows with these ranks."""
+    place = _of_row(ranks[0], 0, RULES, FORM) + _of_row(ranks[1], 1, RULES, FORM)  # [GROUP_ROWS]
+    place = place + _of_row(ranks[2], 2, RULES, FORM)  # [GROUP_ROWS]
+    return Table(bias + h.to(gl.int64) * _size(FORM), ranks, place)
 
 
 @gluon.jit
@@ -107,13 +105,11 @@ def tile_of(
     table, box, reaches, axes, is_extra, RULES: gl.constexpr, FORM: gl.constexpr, OF_KEYS: gl.constexpr,
     EXTRA: gl.constexpr,
 ):  # fmt: skip
-    """The bias of a group of rows and a box, over the scale; that of extra keys is 0. Without a bias it is None.
+    """The bias of a group of rows and a box, over the scale; that of extra keys is 0.
 
     With OF_KEYS rows are keys, and columns are queries.
     """
-    if FORM is None:
-        return None
-    elif EXTRA:
+    if EXTRA:
         tile = gl.zeros(
             [tiles.GROUP_ROWS, tiles.GROUP_ROWS], gl.float32, tiles.product_layout(tiles.GROUP_ROWS)
         )  # [GROUP_ROWS, GROUP_ROWS]
@@ -217,13 +213,10 @@ def clear(NUMBER: gl.constexpr, sums, FORM: gl.constexpr):
 
 
 @gluon.jit
-def begin(sums, h, turn, FORM: gl.constexpr):
-    """The unit of a head, once the sums of the tile before are cleared; None without a bias."""
-    if FORM is None:
-        return None
-    else:
-        mbarrier.wait(sums.free.index(0), turn & 1)
-        return gl.load(sums.unit + h)
+def begin(sums, h, turn):
+    """The unit of a head, once the sums of the tile before are cleared."""
+    mbarrier.wait(sums.free.index(0), turn & 1)
+    return gl.load(sums.unit + h)
 
 
 @gluon.jit

@@ -245,8 +245,9 @@ def _differentiate_queries(
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         sights = masks.sights_of(corner, number, reaches, axes, RULES)
         ranks = boxes.ranks_of(number, corner, RULES)
-        table = biases.table_of(bias, place.h, ranks, RULES, BIAS)
-        bias_unit = biases.begin(sums, place.h, turn, BIAS)
+        if BIAS is not None:
+            table = biases.table_of(bias, place.h, ranks, RULES, BIAS)
+            bias_unit = biases.begin(sums, place.h, turn)
         is_query = boxes.is_there(ranks, queries.stop)  # [GROUP_ROWS]
         row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
         lse_row = _as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
@@ -271,10 +272,17 @@ def _differentiate_queries(
                 tiles.wait_full(shared.full, block)
                 k_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
                 v_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
-                bias_tile = biases.tile_of(
-                    table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
-                )  # [GROUP_ROWS, GROUP_ROWS]
-                score_token = steps.started(q_tile, k_tile, zeros, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
+                if BIAS is None:
+                    score_token = warpgroup_mma(
+                        q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                    )  # [GROUP_ROWS, GROUP_ROWS]
+                else:
+                    bias_tile = biases.tile_of(
+                        table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
+                    )  # [GROUP_ROWS, GROUP_ROWS]
+                    score_token = warpgroup_mma(
+                        q_tile, k_tile.permute((1, 0)), bias_tile, is_async=True
+                    )  # [GROUP_ROWS, GROUP_ROWS]
                 weight_token = warpgroup_mma(
                     d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )  # [GROUP_ROWS, GROUP_ROWS]
@@ -392,7 +400,8 @@ def _differentiate_keys(
         late_slopes = late_weights  # [GROUP_ROWS, GROUP_ROWS]
         last = -1  # the box whose products for dk and dv are still to come
         for member in range(group):
-            table = biases.table_of(bias, place.h + member, boxes.ranks_of(number, corner, RULES), RULES, BIAS)
+            if BIAS is not None:
+                table = biases.table_of(bias, place.h + member, boxes.ranks_of(number, corner, RULES), RULES, BIAS)
             step = (0, 0, 0)
             box = boxes.box_of(step, reaches, axes, RULES)
             is_seen = masks.sees(seers, box, RULES)
@@ -402,10 +411,17 @@ def _differentiate_keys(
                     tiles.wait_full(shared.full, block)
                     q_tile = tiles.tile_of_stage(shared.a_tiles, block)  # [GROUP_ROWS, BLOCK_D]
                     d_tile = tiles.tile_of_stage(shared.b_tiles, block)  # [GROUP_ROWS, BLOCK_D]
-                    bias_tile = biases.tile_of(
-                        table, this_box, reaches, axes, False, RULES, BIAS, True, False
-                    )  # [GROUP_ROWS, GROUP_ROWS]
-                    score_token = steps.started(k_tile, q_tile, zeros, bias_tile)  # [GROUP_ROWS, GROUP_ROWS]
+                    if BIAS is None:
+                        score_token = warpgroup_mma(
+                            k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+                        )  # [GROUP_ROWS, GROUP_ROWS]
+                    else:
+                        bias_tile = biases.tile_of(
+                            table, this_box, reaches, axes, False, RULES, BIAS, True, False
+                        )  # [GROUP_ROWS, GROUP_ROWS]
+                        score_token = warpgroup_mma(
+                            k_tile, q_tile.permute((1, 0)), bias_tile, is_async=True
+                        )  # [GROUP_ROWS, GROUP_ROWS]
                     weight_token = warpgroup_mma(
                         v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
                     )  # [GROUP_ROWS, GROUP_ROWS]

@@ -192,7 +192,8 @@ def _attend(
         reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, False)
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         sights = masks.sights_of(corner, number, reaches, axes, RULES)
-        table = biases.table_of(bias, place.h, boxes.ranks_of(number, corner, RULES), RULES, BIAS)
+        if BIAS is not None:
+            table = biases.table_of(bias, place.h, boxes.ranks_of(number, corner, RULES), RULES, BIAS)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.q_full.index(buffer), turn // boxes.BUFFERS & 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
@@ -209,10 +210,13 @@ def _attend(
         for j in range(box_count):
             this_box = box
             if is_seen:
-                bias_tile = biases.tile_of(
-                    table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
-                )  # [GROUP_ROWS, GROUP_ROWS]
-                score_token = steps.start_scores(q_tile, ring, block, bias_tile)  # [GROUP_ROWS, KEYS]
+                if BIAS is not None:
+                    bias_tile = biases.tile_of(
+                        table, this_box, reaches, axes, j >= grid_boxes, RULES, BIAS, False, EXTRA
+                    )  # [GROUP_ROWS, GROUP_ROWS]
+                    score_token = steps.start_scores_on(bias_tile, q_tile, ring, block)  # [GROUP_ROWS, GROUP_ROWS]
+                else:
+                    score_token = steps.start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
                 token = score_token  # [GROUP_ROWS, KEYS]
                 if LATE:
                     token = _values(weights, acc, ring, last)  # [GROUP_ROWS, BLOCK_D]

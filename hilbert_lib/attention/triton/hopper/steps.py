@@ -140,21 +140,21 @@ def step(
 
 
 @gluon.jit
-def start_scores(q_tile, ring, block, bias_tile=None):
-    """The product of queries and a block of keys, added to a bias, if any, and started once the keys are there."""
+def start_scores(q_tile, ring, block):
+    """The product of queries and a block of keys, started once the keys are there."""
     KEYS: gl.constexpr = tiles.rows_of(ring.k_tiles.shape)
     tiles.wait_full(ring.k_full, block)
     zeros = gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, tiles.product_layout(KEYS))  # [GROUP_ROWS, KEYS]
-    return started(q_tile, tiles.tile_of_stage(ring.k_tiles, block), zeros, bias_tile)
+    return warpgroup_mma(
+        q_tile, tiles.tile_of_stage(ring.k_tiles, block).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
-def started(rows, columns, zeros, bias_tile=None):
-    """The product of two tiles [rows, BLOCK_D] and [columns, BLOCK_D], added to a bias, if any, and started."""
-    if bias_tile is None:
-        return warpgroup_mma(rows, columns.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    else:
-        return warpgroup_mma(rows, columns.permute((1, 0)), bias_tile, is_async=True)
+def start_scores_on(bias_tile, q_tile, ring, block):
+    """The same, added to a tile of bias."""
+    tiles.wait_full(ring.k_full, block)
+    return warpgroup_mma(q_tile, tiles.tile_of_stage(ring.k_tiles, block).permute((1, 0)), bias_tile, is_async=True)
 
 
 @gluon.jit
