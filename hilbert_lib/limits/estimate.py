@@ -85,13 +85,14 @@ def estimate_memory(
     has_key_padding: bool = False,
     has_kv_ordering: bool = False,
     has_key_start: bool = False,
+    has_bias: bool = False,
     queries: int | None = None,
     query_box: QueryBox | None = None,
     extra: int = 0,
     extra_queries: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
-    """Peak bytes of one call of attention. Packed documents, a bias and a gradient of lse are not covered.
+    """Peak bytes of one call of attention. Packed documents and a gradient of lse are not covered.
 
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
@@ -106,6 +107,7 @@ def estimate_memory(
         has_key_padding, has_kv_ordering, has_key_start: whether the call has a key_padding_mask, a kv_ordering, a
             key_start or a tensor of query_start. Where k and v are put in sequence order first, copies of both are kept
             for the backward. Tables that later calls share are not counted.
+        has_bias: on a grid, whether there is a bias. It counts in float32 (float64 for float64), with its gradient.
         queries: rows of q, the last positions (decoding); by default all.
         query_box: on a grid, the cells of q, as the function takes it; not with queries or has_key_start.
         extra: keys beside those of a grid, which every query sees.
@@ -130,6 +132,7 @@ def estimate_memory(
     checks.boolean("has_key_padding", has_key_padding)
     checks.boolean("has_kv_ordering", has_kv_ordering)
     checks.boolean("has_key_start", has_key_start)
+    checks.boolean("has_bias", has_bias)
     device = device_or_default(device)
     heads, kv_heads = checks.grouped(heads, kv_heads)
     extra = checks.integer("extra", extra, least=0)
@@ -138,7 +141,7 @@ def estimate_memory(
     if isinstance(pattern, PointNeighbourhood):
         left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p, "query_box": query_box}
         left_out |= {"has_kv_ordering": has_kv_ordering, "has_key_start": has_key_start, "queries": queries}
-        for name, value in (left_out | {"extra_queries": extra_queries}).items():
+        for name, value in (left_out | {"extra_queries": extra_queries, "has_bias": has_bias}).items():
             if value:
                 raise ValueError(f"{name} must be left out for a call over points, got {value!r}")
         batch = checks.integer("batch", batch, least=1)
@@ -169,6 +172,8 @@ def estimate_memory(
                 raise ValueError(f"{name} must be 0 unless the call is on a grid, got {count}")
         if query_box is not None:
             raise ValueError(f"query_box must be left out unless the call is on a grid, got {query_box!r}")
+        if has_bias:
+            raise ValueError("has_bias must be left out unless the call is on a grid, got True")
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries or None  # all of them are no decoding
     if part is not None:
@@ -181,6 +186,7 @@ def estimate_memory(
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
     extra_keys = k.new_empty(batch, extra, kv_heads, head_dim)
+    bias = q.new_empty(heads, *near.bias_sides, dtype=WORKING_DTYPE[dtype]) if has_bias else None
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
     options = {"query_start": start, "query_box": query_box}
     if not on_grid:
@@ -188,18 +194,21 @@ def estimate_memory(
     if has_kv_ordering:  # any one: the choice asks whether there is one
         options["kv_ordering"] = Ordering.linear(length)
     starts = torch.empty(batch, dtype=torch.int64, device="meta") if has_key_start else None
+    if has_bias:
+        options["bias"] = bias
     options, named = options | {"pattern": pattern}, backend
     backend = _serving(q, k, padding, starts, device, named, direction == "backward", backends, options)
     is_gathered = has_kv_ordering and is_undone(
         named, backend, device, Request(pattern, query_start=start, key_start=starts), rows
     )
     if on_grid:
-        call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding, key_start=starts, part=part)
+        of_bias = {"has_bias": has_bias, "bias_gradient": has_bias and direction == "backward"}
+        call = Request(near, scale=head_dim**-0.5, key_padding_mask=padding, key_start=starts, part=part, **of_bias)
         if starts is not None:
             call = replace(call, query_start=start)
         elif start is not None:
             call = replace(call, part=part_of_box([(start, start + rows)], near.shape))
-        leaves = Tensors(q, k, k, extra_keys, extra_keys)
+        leaves = Tensors(q, k, k, extra_keys, extra_keys, bias)
     else:
         seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
         slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
@@ -216,6 +225,7 @@ def estimate_memory(
     lse = torch.empty(batch, heads, rows, dtype=WORKING_DTYPE[dtype], device="meta")
     inputs, outputs = {"q, k, v": q.nbytes + 2 * k.nbytes}, {"out": q.nbytes, "lse": lse.nbytes}
     inputs |= {"extra k, v": 2 * extra_keys.nbytes} if extra else {}
+    inputs |= {"bias": bias.nbytes} if has_bias else {}
     if direction == "backward":
         grads = {f"d{name.replace(', ', ', d')}": size for name, size in inputs.items()}
         inputs, outputs = inputs | {"dout": q.nbytes, **outputs}, grads
@@ -338,6 +348,10 @@ def _serving(
     needs = {"dtype": q.dtype, "device": place, "requires_grad": gradient and q.dtype.is_floating_point}
     q, k = (torch.empty(1, **needs).expand(x.shape) for x in (q, k))
     mask = None if padding is None else torch.zeros(1, dtype=torch.bool, device=place).expand(padding.shape)
+    if "bias" in options:
+        options = options | {
+            "bias": torch.zeros(1, dtype=options["bias"].dtype, device=place).expand(options["bias"].shape)
+        }
     with torch.set_grad_enabled(gradient):
         if starts is not None:
             options = options | {"key_start": torch.zeros_like(starts, device=place)}

@@ -72,6 +72,7 @@ GRIDS = {
         Neighbourhood((6, 8, 10), (3, 5, 5), edge="clip"),
         {"dtype": torch.float64, "has_key_padding": True, "extra": 5, "batch": 2},
     ),
+    "bias, windows": ((PLANE, OTHER), {"kv_heads": 2, "has_bias": True, "batch": 2}),
     "points": (POINTS, {"kv_heads": 2, "batch": 2}),
     "points, half, padded, extra keys": (
         POINTS,
@@ -100,6 +101,11 @@ def on_a_grid(near, options, device):
         extra_q = leaves[0].new_empty(o["batch"], o["extra_queries"], o["heads"], o["head_dim"]).normal_()
         keywords["extra_q"] = extra_q.requires_grad_()
         leaves.append(keywords["extra_q"])
+    if o.get("has_bias"):
+        windows = [near.window] if isinstance(near, Neighbourhood) else [each.window for each in near]
+        sides = [2 * max(n) - 1 for n in zip(*windows, strict=True)]
+        keywords["bias"] = torch.randn(o["heads"], *sides, device=device).requires_grad_()
+        leaves.append(keywords["bias"])
     if o.get("has_key_padding"):
         keywords["key_padding_mask"] = torch.zeros(o["batch"], seq, dtype=torch.bool, device=device)
     if o.get("has_key_start"):
@@ -198,6 +204,17 @@ def test_an_estimate_on_a_grid_counts_extra_keys_and_walks_over_few_tiles():
     assert found.outputs == q + 2 * k + 2 * extra
     assert found.items["dextra k, dv"] == found.items["extra k, v"] == 2 * extra
     assert found.workspace > 2 * found.outputs  # sums in float32
+
+
+def test_the_gradient_of_a_bias_has_sums_of_pairs():
+    """Windows of 17, moved inside: 5 shifts of 8 ranks along each axis. 200 programs are too few: 6 runs of tiles."""
+    sizes = {"heads": 8, "head_dim": 64, "device": "cuda", "backend": "triton", "has_bias": True}
+    near = Neighbourhood((64, 64), 17)
+    found = estimate_memory(near, **sizes, direction="backward")
+    assert found.items["bias"] == found.items["dbias"] == 8 * 33 * 33 * 4
+    assert found.items["workspace: sums of the gradient of bias"] == 6 * (8 * 5 * 5) * (64 * 64) * 4
+    forward = estimate_memory(near, **sizes)
+    assert (forward.items["bias"], forward.workspace) == (8 * 33 * 33 * 4, 0)
 
 
 def test_flex_on_a_grid_has_a_list_of_blocks_for_each_head_where_windows_differ():
@@ -445,6 +462,7 @@ ON_A_GPU = {  # backends, pattern and options
         WIDE,
         {"heads": 8, "kv_heads": 4, "head_dim": 128, "query_box": ((256, 384), (0, 512))},
     ),
+    "grid, bias": (["triton"], WIDE, {"heads": 8, "kv_heads": 4, "head_dim": 128, "has_bias": True}),
     "grid, two windows": (["triton", "flex"], WINDOWS, {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128}),
 }
 

@@ -142,6 +142,7 @@ VALUES = [
     (lambda: estimated(heads=4, kv_heads=3), r"kv_heads must divide heads \(4\), got 3"),
     (lambda: estimated(extra=2), "extra must be 0 unless the call is on a grid, got 2"),
     (lambda: estimated(extra_queries=2), "extra_queries must be 0 unless the call is on a grid, got 2"),
+    (lambda: estimated(has_bias=True), "has_bias must be left out unless the call is on a grid, got True"),
     (lambda: estimated(NEAR), "length must be left out for a call on a grid, got 64"),
     (lambda: estimated(NEAR, length=None, is_causal=True), "is_causal must be left out for .* a grid, got True"),
     (lambda: estimated(query_box=((0, 1),)), "query_box must be left out unless the call is on a grid"),

@@ -12,6 +12,7 @@ from hilbert_lib.attention.backends.fused import absence, hopper_here, kernel_li
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import BIAS, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
+from hilbert_lib.attention.triton.shifts import shape_of_sums
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PROGRAMS = 65535
@@ -48,7 +49,13 @@ def _workspace(
     # The scratch of both `grid_launch.py`. Interpreted kernels count as compiled ones.
     if has_starts(request):  # the backward's is found on meta tensors, and the forward's parts are few
         return {} if direction == "forward" else None
-    return {} if direction == "forward" else {"delta": arguments[-1].nbytes}
+    if direction == "forward":
+        return {}
+    scratch = {"delta": arguments[-1].nbytes}
+    if request.has_bias:
+        batch, _, heads, _ = arguments[0].shape
+        scratch["sums of the gradient of bias"] = 4 * prod(shape_of_sums(request, batch, heads, 64))
+    return scratch
 
 
 def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
