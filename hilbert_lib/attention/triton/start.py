@@ -38,7 +38,7 @@ from hilbert_lib.attention.triton.geometry import products_of_float32
 
 KINDS = 4096  # kinds of starts in `_compiled`; past it the set is emptied, and Triton finds its kernels compiled
 RECORDINGS = 512  # kinds of calls in `_recordings`
-OPTIONAL = ("documents", *STARTS)  # tensors of some calls; elsewhere None, which is a constant too
+OPTIONAL = ("documents", "bias", *STARTS)  # tensors of some calls; elsewhere None, which is a constant too
 PLACES = 64  # addresses in a cache of descriptors, or of launches
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))

@@ -142,7 +142,8 @@ def on_grid(module, again: bool, **options) -> None:
     near, masks = Neighbourhood((16, 32), 5), options.pop("masks", (None, None))
     q, k, v, dout = drawn(1, 512, 2, 64)
     extra = torch.zeros(1, 8, 2, 64, dtype=q.dtype)
-    given = Tensors(q, k, v, extra, extra.clone())
+    bias = torch.zeros(2, 9, 9) if options.get("with_bias") else None
+    given = Tensors(q, k, v, extra, extra.clone(), bias)
     request = Request(
         near.of_heads(2),
         scale=0.125,
@@ -218,6 +219,8 @@ if __name__ == "__main__":
         thrice(f"grid with dlse {on_hopper}", lambda module=module: on_grid(module, True, with_dlse=True))
     order = Ordering.from_curve("hilbert", 512, grid=(16, 32))
     thrice("grid in an order", lambda: on_grid(grid_launch, True, ordering=order))
+    for again in (False, True):
+        thrice(f"grid with bias {again}", lambda again=again: on_grid(grid_launch, again, with_bias=True))
 
     # What differs from a kept call in one thing is not served by it.
     base = lambda: drawn(1, 256, 2, 48)  # noqa: E731
