@@ -3,6 +3,7 @@
 How a rank is really started is tested in tests/launch/test_workers.py, and by those of the faults that start torchrun.
 """
 
+import importlib
 import os
 import runpy
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -18,19 +19,27 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from hilbert_lib.launch import isolated, worker_main, workers
 
+HAVING = "HILBERT_TEST_RANKS_HAVE"
 
-def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on `run_ranks` copies ranks; but not where one might use a GPU, which no copy of a process can."""
+
+def fork_ranks(monkeypatch: pytest.MonkeyPatch, having: Sequence[str] = ()) -> None:
+    """From here on `run_ranks` copies ranks; but not where one might use a GPU, which no copy of a process can.
+
+    having: modules that the copied process imports for all of them.
+    """
 
     def run_isolated(_target: str, *order, **limits) -> isolated.Ending:
         return isolated.run_isolated(f"{__name__}:launch", *order, **limits)
 
     if not torch.cuda.is_available():
+        monkeypatch.setenv(HAVING, " ".join(having))
         monkeypatch.setattr(workers, "run_isolated", run_isolated)
 
 
 def launch(options: list[str]) -> Iterator[dict]:
     """As `workers.launch`, of copied ranks."""
+    for module in os.environ[HAVING].split():
+        importlib.import_module(module)
     SubprocessHandler._popen = lambda handler, command, environment: Rank(
         command, environment, handler._stdout.fileno(), handler._stderr.fileno()
     )

@@ -239,8 +239,13 @@ def compare(
     dlse = dout.double().sum(-1).transpose(1, 2) if with_dlse else None
 
     whole = partial(on_one, pattern=pattern, key_padding_mask=mask, **options)
-    exact = results(partial(whole, backend="reference"), [x.double() for x in (q, k, v)], dout.double(), dlse)
-    one = results(partial(whole, backend="eager" if dropout_p else "auto"), (q, k, v), dout, dlse)
+
+    def on_one_process() -> tuple[list, list]:
+        doubles = [x.double() for x in (q, k, v)], dout.double()
+        exact = results(partial(whole, backend="reference"), *doubles, dlse)
+        return exact, results(partial(whole, backend="eager" if dropout_p else "auto"), (q, k, v), dout, dlse)
+
+    exact, one = by_the_first(on_one_process)
     spec = SPECS[ordering]
     order = spec.ordering(rows.stop - start) if spec and rows.stop > start else None
     own = {"key_padding_mask": None if mask is None else mask[:, rows], "kv_ordering": spec}
@@ -258,6 +263,15 @@ def compare(
     if order:
         mine[3:] = [order.undo(x, dim=1) for x in mine[3:]]
     return errors_of_rows(mine, one, exact, rows)
+
+
+def by_the_first(make: Callable):
+    """What the first rank makes, on all ranks where these share a processor's cores; on GPUs each makes it."""
+    if dist.get_backend() != "gloo":
+        return make()
+    found = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def errors_of_rows(mine: list, one: list, exact: list, rows: slice | torch.Tensor) -> dict[str, tuple[float, float]]:
@@ -526,7 +540,8 @@ def compare_on_grid(
     With by_kernel rows are copied and summed by the kernels of a GPU, interpreted where there is none.
     """
     dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
-    near, given, dout, masks, *truth = expected_on_grid(rules, heads, more, dtype, head_dim, None, with_dlse)
+    expected = by_the_first(partial(expected_on_grid, rules, heads, more, dtype, head_dim, None, with_dlse))
+    near, given, dout, masks, *truth = expected
     dlse = drawn_dlse(truth[1]) if with_dlse else None
     truth = [*truth[:2], *truth[2]]
     shape, is_union = shape_of(rules), isinstance(near, Union)
@@ -548,7 +563,7 @@ def compare_on_grid(
         loss = loss_of(out, lse, dout[:, own].to(device()), dlse if dlse is None else dlse[:, :, own])
         return [x.cpu() for x in (out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted))]
 
-    one = run(attend if is_union else neighbourhood_attention, slice(None))
+    one = by_the_first(partial(run, attend if is_union else neighbourhood_attention, slice(None)))
     with by_kernels() if by_kernel else nullcontext():
         mine = run(partial(ring_attend if is_union else ring_neighbourhood_attention, shards=spread), rows)
     return errors_of_rows(mine, one, truth[: len(mine)], rows)

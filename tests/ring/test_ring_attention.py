@@ -17,6 +17,7 @@ from forked_ranks import fork_ranks
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.workers import RankError, run_ranks
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.rank import exchange
 from hilbert_lib.ring.rank.halo_layout import layout_of as halo_layout_of
@@ -407,7 +408,8 @@ def _answers(ranks: int, backend: str) -> list[list]:
 def _all_answers(**waiting) -> list[dict] | RankError:
     calls = {str(ranks): calls_of(ranks, "gloo") for ranks in sorted(CALLS) if ranks <= TOGETHER}
     with pytest.MonkeyPatch.context() as patch:
-        fork_ranks(patch)
+        # What compiles and what is interpreted.
+        fork_ranks(patch, ["torch._dynamo", *(["hastened"] if kernel_mode() == "interpreted" else [])])
         try:
             return run_ranks("ring_ranks:run_on_fewer", TOGETHER, {"calls": calls}, **waiting)
         except RankError as error:  # of every test that asks, without another start
