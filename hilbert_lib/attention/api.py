@@ -70,8 +70,8 @@ def attend(
         is_causal, dropout_p, kv_ordering, cu_seqlens, max_seqlen: for sequences alone, as in `dilated_attention`.
         query_start, key_start: for sequences and grids of one axis, as in `dilated_attention`.
         ordering, query_box, extra_q, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
-            `neighbourhood_attention`. A `Union` takes no bias. Points take extra_k, extra_v and extra_padding_mask of
-            these: tokens lie as their coordinates do.
+            `neighbourhood_attention`. A `Union` takes no bias. Points take extra_q, extra_k, extra_v and
+            extra_padding_mask of these: tokens lie as their coordinates do.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 

@@ -99,7 +99,7 @@ def estimate_memory(
             The lists of a `PointNeighbourhood` are counted as inputs.
         heads, head_dim, batch: heads of q, size of one head, sequences.
         length: keys. On a grid it is left out, as are is_causal, dropout_p and has_kv_ordering. On a grid of more than
-            one axis has_key_start and queries are left out, too. Over points has_key_padding and extra alone are given.
+            one axis has_key_start and queries are left out, too. So are all of these over points, and query_box.
         kv_heads: heads of k and v; by default as many as of q.
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
@@ -141,7 +141,7 @@ def estimate_memory(
     if isinstance(pattern, PointNeighbourhood):
         left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p, "query_box": query_box}
         left_out |= {"has_kv_ordering": has_kv_ordering, "has_key_start": has_key_start, "queries": queries}
-        for name, value in (left_out | {"extra_queries": extra_queries, "has_bias": has_bias}).items():
+        for name, value in (left_out | {"has_bias": has_bias}).items():
             if value:
                 raise ValueError(f"{name} must be left out for a call over points, got {value!r}")
         batch = checks.integer("batch", batch, least=1)
@@ -152,7 +152,7 @@ def estimate_memory(
         )
         padding = torch.empty(k.shape[:2], dtype=torch.bool, device="meta") if has_key_padding else None
         leaves = Tensors(q, k, k, extra_keys, extra_keys)
-        return _of_points(pattern, leaves, padding, backend, direction, device)
+        return _of_points(pattern, leaves, padding, extra_queries, backend, direction, device)
     if on_grid := pattern.length is not None:
         near = pattern.of_heads(kv_heads)
         left_out = {"length": length, "is_causal": is_causal, "dropout_p": dropout_p}
@@ -264,8 +264,8 @@ def _estimate(inputs: dict[str, int], outputs: dict[str, int], workspace: dict[s
 
 
 def _of_points(
-    points: PointNeighbourhood, leaves: Tensors, padding: Tensor | None, named: str, direction: str,
-    device: torch.device,
+    points: PointNeighbourhood, leaves: Tensors, padding: Tensor | None, extra_queries: int, named: str,
+    direction: str, device: torch.device,
 ) -> MemoryEstimate:  # fmt: skip
     # Of one call over points. leaves, padding: on the meta device.
     q, k, _, extra_keys, _ = leaves.with_rows
@@ -286,7 +286,12 @@ def _of_points(
     workspace = backend.workspace and backend.workspace(arguments, call, direction, device, returned)
     if workspace is None:
         workspace = {"temporary": _traced(arguments, call, backend, direction, device) - returned}
-    return _estimate(inputs | {"lists": sum(x.nbytes for x in points.list_tensors)}, outputs, workspace)
+    inputs |= {"lists": sum(x.nbytes for x in points.list_tensors)}
+    if extra_queries:
+        extra_q = q.new_empty(q.shape[0], extra_queries, *q.shape[2:])
+        extra_call = _ExtraCall(*joint_call(extra_q, leaves, call), named, direction, device)
+        return extra_call.added(inputs, outputs, sum(workspace.values()))
+    return _estimate(inputs, outputs, workspace)
 
 
 class _ExtraCall(NamedTuple):

@@ -14,7 +14,7 @@ from hilbert_lib.patterns.pattern import Pattern, Specification
 from hilbert_lib.patterns.point_lists import FAR, in_order, packed
 
 INTEGERS = (torch.int32, torch.int64)
-ON_POINTS = frozenset(("extra_k", "extra_v", "extra_padding_mask"))
+ON_POINTS = frozenset(("extra_q", "extra_k", "extra_v", "extra_padding_mask"))
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -26,8 +26,9 @@ class PointNeighbourhood(Pattern):
     "clip" is on a grid. Lists of the pairs are made once, here: make one of these for each cloud, and give it to every
     layer. Make it outside of torch.compile and of CUDA graphs. It is compared and hashed by identity.
 
-    q, k, v, masks and the output are stored as coordinates are. Not served: dropout, a bias by offset, extra queries,
-    several windows in a call, more than one rank. Positions in q and k, as by RoPE on coordinates, are the caller's.
+    q, k, v, masks and the output are stored as coordinates are. Extra keys and extra queries belong to all clouds. Not
+    served: dropout, a bias by offset, extra tokens of one cloud, several windows in a call, more than one rank.
+    Positions in q and k, as by RoPE on coordinates, are the caller's.
 
     Args:
         coordinates: (n, axes) int32 or int64 [cells], of any sign: the cell of each query, and of each key unless

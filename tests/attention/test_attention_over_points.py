@@ -71,6 +71,28 @@ def test_random_calls_equal_the_oracle(points, heads, extra, is_masked, has_dlse
         assert_close(found, right, 1e-11)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extra_queries_see_all_points_and_all_extra_keys(backend):
+    points = points_of("clouds")
+    q, k, v, _ = drawn(90, 4, 2, 8, batch=2, dtype=torch.float64)
+    extra_q = drawn(5, 4, 2, 8, batch=2, dtype=torch.float64)[0] + 1
+    tensors = [q, k, v, extra_q, *extra_of(3, 2, 8, torch.float64)]
+    masks = masks_of(points, 3)
+
+    def results(run, **options) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        named = dict(zip(("extra_q", "extra_k", "extra_v"), leaves[3:], strict=True))
+        found = run(*leaves[:3], pattern=points, **named, **masks, **options)
+        douts = [drawn_dlse(x) if x.dim() == 3 else torch.randn(x.shape, dtype=x.dtype) for x in found]
+        return [*found, *torch.autograd.grad(found, leaves, douts)]
+
+    torch.manual_seed(0)
+    found = results(attend, backend=backend, return_lse=True)
+    torch.manual_seed(0)
+    right = results(oracle.joint_attention)
+    assert_close(found, right, 1e-11)
+
+
 def test_one_gradient_alone_is_that_of_both():
     points = points_of("even")
     *qkv, dout = drawn(100, 2, 2, 4, dtype=torch.float64)
@@ -195,7 +217,7 @@ WRONG = [
     (ValueError, "dropout_p must be left out for a PointNeighbourhood", {"dropout_p": 0.5}),
     (ValueError, "is_causal must be left out for a PointNeighbourhood", {"is_causal": True}),
     (ValueError, "query_start must be left out for a PointNeighbourhood", {"query_start": 3}),
-    (ValueError, "extra_q must be left out for a PointNeighbourhood", {"extra_q": Q}),
+    (ValueError, r"extra_q must be \(batch, extra, heads", {"extra_q": Q[..., :2]}),
     (TypeError, "pattern must be one PointNeighbourhood for all heads", {"pattern": (POINTS, POINTS)}),
     (ValueError, "q must have the 90 cells of its points", {"q": Q[:, 1:]}),
     (ValueError, "k must have the 90 cells of its points", {"k": K[:, 1:], "v": V[:, 1:]}),
@@ -260,9 +282,9 @@ def test_an_estimate_counts_lists_and_refuses_what_points_do_not_take():
     assert found.items["lists"] == sum(x.nbytes for x in POINTS.list_tensors)
     assert (found.items["q, k, v"], found.items["extra k, v"]) == (3 * 90 * 32, 2 * 3 * 32)
     assert found.workspace > 0
-    for name in ("length", "queries", "extra_queries", "is_causal", "has_kv_ordering"):
+    for name in ("length", "queries", "is_causal", "has_kv_ordering"):
         with pytest.raises(ValueError, match=f"{name} must be left out for a call over points"):
-            estimate_memory(POINTS, **sizes, **{name: 1 if "_" not in name or "extra" in name else True})
+            estimate_memory(POINTS, **sizes, **{name: 1 if "_" not in name else True})
 
 
 def test_a_second_derivative_is_refused_by_name():

@@ -78,6 +78,7 @@ GRIDS = {
         POINTS,
         {"dtype": torch.bfloat16, "has_key_padding": True, "extra": 5, "kv_heads": 2},
     ),
+    "points, extra queries": (POINTS, {"extra": 40, "extra_queries": 1500}),
     "extra queries": (PLANE, {"extra": 40, "extra_queries": 1500}),
     "padded, extra queries alone": (OTHER, {"has_key_padding": True, "extra_queries": 30, "kv_heads": 2}),
 }
