@@ -3,7 +3,8 @@
     set_windows(transformer, {"transformer_blocks.*": Neighbourhood((64, 64), 17)})
     decoder.set_attn_processor(DecoderAttnProcessor())
 
-The first is for FLUX, HunyuanVideo, CogVideoX and Wan, the second for LTX-2.5's video decoder. Read in diffusers 0.42.1.
+The first is for FLUX, HunyuanVideo, CogVideoX and Wan, the second for LTX-2.5's video decoder. Read in diffusers
+0.42.1.
 """
 
 import inspect
