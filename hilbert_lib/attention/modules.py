@@ -6,7 +6,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.utils import skip_init
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import computed
@@ -340,9 +339,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
         pattern.check_heads(self.kv_heads)
         self.batch_first = batch_first
         factory = where_made(device, dtype)
-        # Drawn last, as nn.MultiheadAttention draws its own.
-        in_factory = factory | {"device": factory["device"] or torch.get_default_device()}
-        self.in_proj = skip_init(nn.Linear, self.embed_dim, sum(self.projected_sizes), bias=bias, **in_factory)
+        self.in_proj = _undrawn_linear(self.embed_dim, sum(self.projected_sizes), bias, factory)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         eps = None if norm_eps is None else checks.positive("norm_eps", norm_eps)
         self.inner_norm = None if eps is None else nn.LayerNorm(self.embed_dim, eps, **factory)
@@ -534,6 +531,15 @@ class MultiheadDilatedAttention(ProjectedAttention):
         biases = (None,) * 3 if bias is None else bias.split(sizes)
         parts = zip(tokens, self.in_proj.weight.split(sizes), biases, strict=True)
         return [linear(*part).unflatten(-1, (-1, self.head_dim)) for part in parts]
+
+
+def _undrawn_linear(in_features: int, out_features: int, bias: bool, factory: dict[str, object]) -> nn.Linear:
+    # Its values are drawn after those of out_proj, as nn.MultiheadAttention draws its own. Parameters are set by name:
+    # `skip_init` would not heed what makes all parameters elsewhere, as accelerate's init_empty_weights does.
+    layer = nn.Linear(in_features, out_features, bias=bias, device="meta")
+    for name, parameter in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(torch.empty(parameter.shape, **factory)))
+    return layer
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:

@@ -470,6 +470,19 @@ def test_a_grid_module_has_a_learned_bias_windows_by_head_and_prepared_q_and_k(w
         module.load_state_dict(multihead(kv_heads=2).state_dict())
 
 
+def test_who_makes_all_parameters_elsewhere_is_heeded(monkeypatch):
+    # As accelerate's init_empty_weights, and torch's default device.
+    with torch.device("meta"):
+        assert {parameter.device.type for parameter in multihead().parameters()} == {"meta"}
+    register = nn.Module.register_parameter
+
+    def registered(module, name, parameter):
+        register(module, name, None if parameter is None else nn.Parameter(parameter.detach().to("meta")))
+
+    monkeypatch.setattr(nn.Module, "register_parameter", registered)
+    assert {parameter.device.type for parameter in multihead(norm_eps=1e-5).parameters()} == {"meta"}
+
+
 def test_parameters_of_a_grid_module_are_drawn_anew():
     module = NeighbourhoodAttention(EMBED, HEADS, (3, 2), relative_bias=True, device="meta").to_empty(device="cpu")
     for parameter in module.parameters():
