@@ -49,7 +49,9 @@ def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
     out, lse = sources.grids.forward(given, request)
     yield from (("out", out), ("lse", lse))
     grads = sources.grids.backward(stored(dout, case.layout), given, out, lse, request)
-    yield from zip(("dq", "dk", "dv", "dextra_k", "dextra_v", "dbias"), grads[: 5 + case.has_bias], strict=True)
+    count = 6 if case.has_bias else 5
+    names = ("dq", "dk", "dv", "dextra_k", "dextra_v", "dbias")
+    yield from zip(names[:count], grads[:count], strict=True)
 
 
 def fault_of(sources, case: Case) -> str | None:
