@@ -13,7 +13,7 @@ from cases import TOLERANCE, assert_close, differentiated, documents_alone, draw
 from cases import neighbourhoods as of_rules
 from torch.utils.checkpoint import checkpoint
 
-from hilbert_lib import DilatedPattern, Union, attend, explain_backend, merge_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, explain_backend, merge_attention
 from hilbert_lib.attention.backends import backend as shared
 from hilbert_lib.attention.backends import flex, strided
 from hilbert_lib.attention.backends.dense import CpuFlash
@@ -229,6 +229,43 @@ def test_the_recipe_of_a_learned_sink_is_one_more_score_with_its_gradients(name)
     found, right = (differentiated(attention, given_tensors, dlse) for attention in (by_recipe, by_definition))
     assert_close(found, right, 1e-12)
     assert attend(*tensors, PATTERNS[name], return_lse=True)[1].isinf().any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "triton"])
+def test_a_sliding_window_with_a_learned_sink_is_the_attention_of_gpt_oss(backend):
+    # Each head has a sink, a logit that joins the softmax of its window and has no value.
+    if backend not in NAMES:
+        pytest.skip("triton's kernels do not run here")
+    dtype, rows, window = exactest(backend), 23, 5
+    q, k, v, dout = drawn(rows, 4, 2, 8, batch=2, dtype=dtype)
+    sink, position = torch.linspace(-1, 2, 4, dtype=dtype), torch.arange(rows)
+    distance = position[:, None] - position
+    hidden = (distance < 0) | (distance >= window)
+
+    def of_gpt_oss(q, k, v, sink):
+        k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v)
+
+    near = Neighbourhood((rows,), window, is_causal=True)
+
+    def by_lse(q, k, v, sink, detached=False):
+        out, lse = attend(q, k, v, near, backend=backend, return_lse=True)
+        lse = lse.detach() if detached else lse
+        return out * (lse - sink[:, None].to(lse)).sigmoid().transpose(1, 2)[..., None]
+
+    def differentiated_by(call):
+        leaves = [x.double() if call is of_gpt_oss else x.clone() for x in (q, k, v, sink)]
+        leaves = [x.requires_grad_() for x in leaves]
+        out = call(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, dout.to(out))]
+
+    right = differentiated_by(of_gpt_oss)
+    assert_close(differentiated_by(by_lse), right, CLOSE[dtype])
+    without = differentiated_by(partial(by_lse, detached=True))[1]
+    assert (without - right[1]).norm() > 0.1 * right[1].norm(), "the gradient of lse matters"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
