@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,10 +27,13 @@ from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.points import PointNeighbourhood
 
 QueryBox = Sequence[tuple[int, int]]  # (start, stop) for each axis of a grid
+# Arguments of other packages that no function here takes, and the reason.
+NO_CAP = "no backend bounds scores by a tanh before the softmax, as Gemma2 does"
+UNSERVED = {"softcap": NO_CAP, "logits_soft_cap": NO_CAP}
 
 
 @unscripted
-@suggesting
+@partial(suggesting, unserved=UNSERVED)
 def attend(
     q: Tensor,
     k: Tensor,
@@ -122,7 +126,7 @@ def attend(
 
 
 @unscripted
-@suggesting
+@partial(suggesting, unserved=UNSERVED)
 def dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -223,7 +227,7 @@ def dilated_attention(
 
 
 @unscripted
-@suggesting
+@partial(suggesting, unserved=UNSERVED)
 def neighbourhood_attention(
     q: Tensor,
     k: Tensor,

@@ -27,6 +27,7 @@ from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import register
 from hilbert_lib.attention.request import GridPart, Request, Tensors, tensors_of
 from hilbert_lib.attention.starts import has_starts
+from hilbert_lib.attention.transforms import refuse_onnx
 from hilbert_lib.internals import is_watched, made_outside_modes
 from hilbert_lib.ordering import KINDS, CheckedPermutation, Ordering
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -175,6 +176,7 @@ def _part(numbers: tuple[int, ...]) -> GridPart | None:
 
 
 def _fake_forward(q: Tensor, *_rest) -> tuple[Tensor, Tensor]:
+    refuse_onnx("attention")
     return empty_results(q)
 
 

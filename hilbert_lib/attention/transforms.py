@@ -32,6 +32,12 @@ def refuse_tracers(*tensors: object, name: str = "attention") -> None:
             )
 
 
+def refuse_onnx(name: str) -> None:
+    """Raise TypeError in an export to ONNX by torch.export."""
+    if torch.onnx.is_in_onnx_export():
+        raise TypeError(f"{name} is not exported to ONNX, which has no operator for it: use torch.export")
+
+
 def is_dtensor(x: object) -> bool:
     """Whether x is a DTensor; torch.distributed is not loaded for the answer."""
     module = sys.modules.get("torch.distributed.tensor")

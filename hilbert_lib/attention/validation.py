@@ -231,7 +231,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     if not 1 <= head_dim <= LARGEST_HEAD_DIM:
         raise ValueError(f"q must have a head_dim from 1 to {LARGEST_HEAD_DIM}, got {head_dim}")
     if v.shape != k.shape:
-        raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}")
+        hint = ""
+        if v.shape[:-1] == k.shape[:-1]:
+            hint = ": another head_dim is not served; pad the narrower ones with zeros, give scale, and cut out"
+        raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}{hint}")
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise ValueError(f"k must have q's batch {batch} and head_dim {head_dim}, got shape {tuple(k.shape)}")
     if heads < 1:

@@ -22,7 +22,7 @@ from cases import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
+from hilbert_lib import DilatedPattern, Ordering, attend, dilated_attention, explain_backend, neighbourhood_attention
 from hilbert_lib.attention.backends import backend, strided
 from hilbert_lib.attention.backends.dense import Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
@@ -267,6 +267,7 @@ WRONG = {
         (given(scale="1"), r"scale must be a number, got '1'"),
         (given(key_padding_mask=X[:, :, 0, 0]), r"bool tensor or None, got torch.float"),
         (given(key_padding_mask=True), r"bool tensor or None, got bool"),
+        (given(key_padding_mask=[[False] * 32] * 2), r"key_padding_mask must be a bool tensor or None, got list"),
         (given(kv_ordering="hilbert"), r"kv_ordering must be an Ordering such as .*\(.*\), or None; got 'hilbert'"),
         (given(backend=None), r"backend must be a string, got NoneType"),
         (given(pattern=((8,), (1,))), r"pattern must be a DilatedPattern(| or a Neighbourhood), got tuple"),
@@ -277,7 +278,8 @@ WRONG = {
         (given(k=X.to("meta"), v=X), r"k must be on the device of q \(cpu\), got meta"),
         (given(X[..., :0], X[..., :0]), r"head_dim from 1 to 256, got 0"),
         (given(*[torch.zeros(1, 2, 1, 257)] * 2), r"head_dim from 1 to 256, got 257"),
-        (given(v=X[:, :, :2]), r"v must have the shape of k .* got \(2, 32, 2, 8\)"),
+        (given(v=X[:, :, :2]), r"v must have the shape of k .* got \(2, 32, 2, 8\)$"),
+        (given(v=X[..., :4]), r"v must have .* got \(2, 32, 4, 4\): another head_dim is not served; pad the narrower"),
         (given(k=X[:1]), r"k must have q's batch 2"),
         (given(k=X[..., :4]), r"head_dim 8, got shape"),
         (given(k=X[:, :, :3]), r"divides q's 4, got 3"),
@@ -305,6 +307,25 @@ def test_bad_input_names_argument_value_and_what_is_allowed(error, call, words):
     for function in (dilated_attention, explain_backend):
         with pytest.raises(error, match=words):
             function(**call)
+
+
+@pytest.mark.parametrize("name", ["softcap", "logits_soft_cap"])
+@pytest.mark.parametrize("function", [attend, dilated_attention, neighbourhood_attention])
+def test_a_cap_of_scores_is_refused_with_the_reason(function, name):
+    with pytest.raises(TypeError, match=f"{function.__name__} serves no {name}: no backend bounds scores by a tanh"):
+        function(X, X, X, ALIGNED, **{name: 30.0})
+
+
+@pytest.mark.parametrize(("of_keys", "of_values"), [(8, 4), (4, 8)])
+def test_a_v_of_another_width_is_served_as_its_refusal_says(of_keys, of_values):
+    tensors = drawn(32, 4, 2, of_keys, dtype=torch.float64)[:2]
+    tensors.append(drawn(32, 4, 2, of_values, dtype=torch.float64)[2])
+    expected = oracle.attention(*tensors, ALIGNED)
+    with pytest.raises(ValueError, match="another head_dim is not served"):
+        dilated_attention(*tensors, ALIGNED)
+    wide = [torch.nn.functional.pad(x, (0, max(of_keys, of_values) - x.shape[3])) for x in tensors]
+    out, lse = dilated_attention(*wide, ALIGNED, scale=of_keys**-0.5, return_lse=True)
+    assert_close((out[..., :of_values], lse), expected, 1e-12)
 
 
 def test_a_device_without_an_lse_is_refused_by_name():

@@ -132,6 +132,15 @@ TRACERS = {
 }
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_to_onnx_by_torch_export_is_refused_by_name(strict, monkeypatch):
+    # torch.onnx.export, which needs a package of its own, calls torch.export so, and shows the error's last line.
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    layer, inputs = MODULES["DilatedAttention"]
+    with pytest.raises(Exception, match="attention is not exported to ONNX, which has no operator for it"):
+        torch.export.export(Model(layer), tuple(inputs), strict=strict)
+
+
 class Model(torch.nn.Module):
     """A model that has a layer of ours inside."""
 
