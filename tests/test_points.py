@@ -163,6 +163,13 @@ def test_boxes_that_are_tested_grow_as_the_blocks_do(kind, count, window, most_k
     assert points.lists.key_rows.ge(0).sum() <= most_keys * points.lists.blocks
 
 
+def test_clouds_lie_one_after_the_other_in_the_order_of_work():
+    cells = torch.cartesian_prod(*[torch.arange(20)] * 3)
+    batch = torch.randint(-4, 5, (len(cells),), generator=torch.Generator().manual_seed(0)) * 3
+    order = PointNeighbourhood(cells, 5, batch).order
+    assert batch[order].equal(batch.sort().values)
+
+
 def test_points_are_compared_and_kept_by_identity():
     cells = torch.tensor([[0, 0], [1, 2]])
     points, same = PointNeighbourhood(cells, 3), PointNeighbourhood(cells, 3)
