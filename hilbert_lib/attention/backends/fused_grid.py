@@ -58,6 +58,22 @@ def _workspace(
     return scratch
 
 
+def _hopper_workspace(
+    arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+) -> dict[str, int]:
+    # As `hopper/grid_launch.py` makes it, but for copies of tensors that the copy engine cannot read.
+    scratch = {} if direction == "forward" else {"delta": arguments[-1].nbytes}
+    if request.has_bias:
+        from hilbert_lib.attention.triton.hopper.grid_launch import padded_sides
+
+        tensors = arguments[0] if direction == "forward" else arguments[1]
+        table = 4 * prod(padded_sides(request, tensors.q.shape[2]))
+        scratch["padded tables of bias"] = table if direction == "forward" else 2 * table
+        if direction == "backward":
+            scratch["sums of the gradient of bias"] = 2 * table
+    return scratch
+
+
 def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
     from hilbert_lib.attention.triton.hopper import grid_launch
 
@@ -95,7 +111,7 @@ BACKENDS = (
         limits=_hopper_limits,
         of_keys=_of_keys,
         here=hopper_here,
-        workspace=_workspace,
+        workspace=_hopper_workspace,
         options=("part", *BIAS),
     ),
     Backend(

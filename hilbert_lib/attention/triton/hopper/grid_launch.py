@@ -178,14 +178,16 @@ def table_of_bias(inputs: Tensors, request: Request, *, is_flipped: bool = False
     largest, bias = torch.finfo(torch.float32).max, inputs.bias.float()
     scaled = (bias / request.scale).clamp(-largest, largest).where(bias.isfinite(), bias)
     scaled = scaled.flip([*range(1, bias.dim())]) if is_flipped else scaled
-    table = torch.zeros(_padded_sides(inputs.bias, request), dtype=torch.float32, device=bias.device)
+    table = torch.zeros(padded_sides(request, len(bias)), dtype=torch.float32, device=bias.device)
     _entries(table, request).copy_(scaled)
     return table
 
 
-def _padded_sides(bias: Tensor, request: Request) -> tuple[int, ...]:
-    _, sides = _places(request.neighbourhoods[0], request.pattern.bias_sides)
-    return len(bias), *sides[4 - bias.dim() :]
+def padded_sides(request: Request, heads: int) -> tuple[int, ...]:
+    """The shape of a padded table of bias: heads, and places along each axis of the grid."""
+    entries = request.pattern.bias_sides
+    _, sides = _places(request.neighbourhoods[0], entries)
+    return heads, *sides[3 - len(entries) :]
 
 
 def _entries(table: Tensor, request: Request) -> Tensor:
@@ -242,15 +244,18 @@ def sums_of_bias(
     if inputs.bias is None:
         return None, None
 
-    def largest(x: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 1))
+    def norms(x: Tensor) -> Tensor:  # (batch, rows, heads)
+        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
 
-    heads, kv_heads = len(inputs.bias), inputs.v.shape[2]
-    bound = largest(dout) * (largest(inputs.v).repeat_interleave(heads // kv_heads) + largest(out))
+    heads, kv_heads, of_v = len(inputs.bias), inputs.v.shape[2], norms(inputs.v)
+    if request.key_padding_mask is not None:  # such a row may hold anything
+        of_v = of_v.masked_fill(request.key_padding_mask[:, :, None], 0.0)
+    of_v = of_v.amax((0, 1)).repeat_interleave(heads // kv_heads)
+    bound = norms(dout).amax((0, 1)) * (of_v + norms(out).amax((0, 1)))
     if dlse is not None:
         bound = bound + dlse.masked_fill(lse == -torch.inf, 0.0).abs().amax((0, 2))
     unit = torch.exp2(torch.floor(24 - torch.log2(bound.clamp(min=1e-30) * 1.02)))
-    return torch.zeros(_padded_sides(inputs.bias, request), dtype=torch.int64, device=unit.device), unit
+    return torch.zeros(padded_sides(request, heads), dtype=torch.int64, device=unit.device), unit
 
 
 def gradient_of_bias(sums: Tensor, unit: Tensor, bias: Tensor, request: Request) -> Tensor:
