@@ -78,7 +78,7 @@ test-public: setup  ## tests with every fallback of hilbert_lib/internals.py: wi
 test-clients:  ## models of other libraries, with our attention and with their own; needs a network
 	@sh scripts/setup.sh $(VENV)-clients dev,clients
 	@CUDA_VISIBLE_DEVICES= $(VENV)-clients/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation $(ALONE)
-	@$(VENV)-clients/bin/python -m pytest -rs -m clients tests/adapters
+	@$(VENV)-clients/bin/python -m pytest -rs -m clients tests/adapters tests/test_docs.py
 
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
 	@$(BIN)/python -m pytest -rs -m browser

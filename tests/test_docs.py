@@ -32,17 +32,21 @@ PAGES_AND_NOTEBOOKS = [
 ]
 COMMANDS = re.findall(r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$", EVERY_PAGE, re.M)
 COMMANDS += re.findall(r"Example: hilbert ((?:run|sweep).*)$", inspect.getsource(cli), re.M)
-CLIENTS = ("transformers",)  # packages that recipes name and the library does not need
 
 
-@pytest.mark.parametrize("title", [title for title, text in RECIPES.items() if "```python" in text])
+def recipes():
+    """The recipes with code; those that take another library are run beside the adapters' tests."""
+    for title, text in RECIPES.items():
+        if "```python" in text:
+            has_client = re.search(r"^from (peft|transformers)\b", text, re.M)
+            yield pytest.param(title, marks=[pytest.mark.clients] if has_client else [])
+
+
+@pytest.mark.parametrize("title", list(recipes()))
 def test_every_recipe_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", RECIPES[title], re.S)
-    for client in CLIENTS:
-        if f"from {client} " in code:
-            pytest.importorskip(client)
     recipe = ModuleType("recipe")
     monkeypatch.setitem(sys.modules, "recipe", recipe)  # where torch looks for the functions that it traces
     exec(code, vars(recipe))
