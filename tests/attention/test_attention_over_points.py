@@ -41,6 +41,7 @@ from hilbert_lib import (
 )
 from hilbert_lib.attention.request import Request
 from hilbert_lib.internals import WITHOUT_INTERNALS
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.points import ListedPairs
 from hilbert_lib.ring.spread import check_served
 
@@ -53,22 +54,38 @@ def test_points_equal_the_oracle(backend, kind, dtype, heads, kv_heads, head_dim
     check_points(backend, kind, dtype, heads, kv_heads, head_dim, extra, has_masks)
 
 
+RANDOM = clouds(), st.sampled_from(((1, 1), (4, 2), (3, 1))), st.integers(0, 3), st.booleans(), st.booleans()
+
+
 @settings(max_examples=25)
-@given(clouds(), st.sampled_from(((1, 1), (4, 2), (3, 1))), st.integers(0, 3), st.booleans(), st.booleans())
+@given(*RANDOM)
 def test_random_calls_equal_the_oracle(points, heads, extra, is_masked, has_dlse):
-    *qkv, dout = drawn(points.lists.queries, *heads, 3, batch=2, keys=points.lists.keys, dtype=torch.float64)
-    tensors = [*qkv, *extra_of(extra, heads[1], 3, torch.float64), dout]
+    check_random(BACKENDS, torch.float64, 1e-11, points, heads, extra, is_masked, has_dlse)
+
+
+@pytest.mark.skipif(kernel_mode() != "interpreted", reason="fixed cases show compiled kernels")
+@settings(max_examples=10)
+@given(*RANDOM)
+def test_random_calls_of_kernels_equal_the_oracle(points, heads, extra, is_masked, has_dlse):
+    check_random(["triton"], torch.float32, 2e-4, points, heads, extra, is_masked, has_dlse)
+
+
+def check_random(backends, dtype, tolerance, points, heads, extra, is_masked, has_dlse):
+    """Output, lse and gradients by some backends beside the oracle's in float64."""
+    *qkv, dout = drawn(points.lists.queries, *heads, 3, batch=2, keys=points.lists.keys, dtype=dtype)
+    tensors = [*qkv, *extra_of(extra, heads[1], 3, dtype), dout]
     masks = masks_of(points, extra) if is_masked else {}
 
     def call(run, *leaves, **options):
         return run(*leaves[:3], points, **oracle.named(leaves[3:]), **masks, **options)
 
     exact = partial(call, oracle.attention)
-    dlse = drawn_dlse(exact(*tensors[:-1])[1]) if has_dlse else None
-    right = differentiated(exact, tensors, dlse)
-    for backend in BACKENDS:
+    in_double = [x.double() for x in tensors]
+    dlse = drawn_dlse(exact(*in_double[:-1])[1]) if has_dlse else None
+    right = differentiated(exact, in_double, dlse)
+    for backend in backends:
         found = differentiated(partial(call, attend, backend=backend, return_lse=True), tensors, dlse)
-        assert_close(found, right, 1e-11)
+        assert_close(found, right, tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
