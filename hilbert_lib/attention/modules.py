@@ -180,6 +180,14 @@ class ProjectedAttention(Layer):
         Raises:
             TypeError, ValueError: for other arguments; where in_proj's weight does not tell device and dtype; for a
                 module that cannot decode.
+
+        >>> attention = MultiheadDilatedAttention(16, 4, DilatedPattern((4, 8), (1, 2)), batch_first=True)
+        >>> cache = attention.make_cache(batch=2, max_length=8)
+        >>> with torch.no_grad():
+        ...     for tokens in torch.ones(2, 5, 16).split([3, 1, 1], dim=1):  # a prompt of 3 tokens, and two more
+        ...         out, _ = attention(tokens, is_causal=True, cache=cache)
+        >>> cache.lengths
+        tensor([5, 5], dtype=torch.int32)
         """
         self.check_decoding()
         shape = checks.integer("batch", batch, least=1), checks.integer("max_length", max_length, least=1)
