@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -106,6 +107,13 @@ def calls_are_not_known():
 def compiled_code_is_forgotten():
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="module")
+def older_objects_apart():
+    """For tests that collect garbage often: what others left, torch's compiler too, is gone through once for all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -293,12 +293,15 @@ def test_what_the_tests_start_collects_garbage_as_they_do():
     assert gc.get_threshold()[0] > 10_000, "tests/startup takes a third of the time off many starts"
 
 
+TRACE_CALL = ROOT.parent / "scripts/trace_call.py"
 MOST_FILES = {"auto": 9, "triton": 13}  # a reader opens no more to follow a warm call, on a CPU or to a kernel
 
 
 def test_a_warm_call_crosses_few_files():
-    command = [sys.executable, str(ROOT.parent / "scripts/trace_call.py")]
-    interpreted = os.environ | {"TRITON_INTERPRET": "1"}
+    script = f"import hastened, runpy; hastened.hasten(); runpy.run_path({str(TRACE_CALL)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", script]
+    tests = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    interpreted = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": tests}
     told = subprocess.run(command, capture_output=True, text=True, check=True, env=interpreted).stdout
     calls = re.findall(r"^(\w+), (\w+): (\d+) files", told, re.MULTILINE)
     assert [call for call, _, _ in calls] == ["sequence", "grid"] * 2

@@ -28,6 +28,7 @@ from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.limits.memory import measure_peak
 from hilbert_lib.machine import kernel_mode
 
+pytestmark = pytest.mark.usefixtures("older_objects_apart")
 MB = 2**20
 ALIGNED = DilatedPattern((256, 512, 1024), (1, 2, 4))
 UNEVEN = DilatedPattern((300, 1000), (1, 3))
