@@ -13,10 +13,20 @@ from hilbert_lib.attention.documents import LOOPED
 from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.request import Request
-from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, GRID_ON_CPU, HALF_RULES, POINTS, Rule, grid_rule
+from hilbert_lib.attention.rules import (
+    ALL_PAIRS_RULES,
+    CPU_RULE,
+    FULL_RULE,
+    GRID_ON_CPU,
+    HALF_RULES,
+    POINTS,
+    Rule,
+    grid_rule,
+)
 from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
+from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
@@ -68,6 +78,8 @@ def _of_tables(rule: Rule) -> Rule:
 def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     if call.lists:
         return _that_serves(POINTS if q.device.type == "cuda" else GRID_ON_CPU, call)
+    if isinstance(call.pattern, AllPairs):  # what was measured on this machine is of other patterns
+        return _that_serves(_known_rule(q.device, q.dtype, all_pairs=True), call)
     if not is_exporting():
         for shape, rule in remembered_rules(q.device, q.dtype):
             if shape.fits(q, call, gradient):
@@ -94,10 +106,11 @@ def _of_documents_first(rule: Rule, call: Request) -> Rule:
 
 
 @compile_time_constant  # torch.compile cannot trace questions to the machine
-def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
+def _known_rule(device: torch.device, dtype: torch.dtype, all_pairs: bool = False) -> Rule:
     if device.type != "cuda":
         return CPU_RULE
-    return HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
+    rules = ALL_PAIRS_RULES if all_pairs else HALF_RULES
+    return rules[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
 
 
 def choose(

@@ -33,6 +33,13 @@ HALF_RULES = {
 # padding, a few queries) eager takes 0.2 to 44 times their time once they are compiled, and at 65,536 tokens 13 GiB
 # where they take 0.1. float64 has eager alone on a GPU.
 FULL_RULE = Rule(("sdpa", "triton", "eager"), "float32 on an H200, reports/HISTORY.md; float64 has eager alone")
+# Of extra queries, which see all keys: dense kernels first. They split the keys of a few rows over programs. The fused
+# ones do so for up to 64 rows alone: 512 queries of 8 heads are 32 tiles, for 132 multiprocessors.
+_PLACES = {"hopper": 1, "triton": 1, "eager": 2}
+ALL_PAIRS_RULES = {
+    architecture: Rule(tuple(sorted(rule.order, key=lambda name: _PLACES.get(name, 0))), NOT_MEASURED)
+    for architecture, rule in HALF_RULES.items()
+}
 CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs")
 
 # On grids.

@@ -39,6 +39,7 @@ from hilbert_lib.lab.sweeps.grids import GRID_SWEEP
 from hilbert_lib.lab.tables import of_sweep, ratio_table, side_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import ARCHITECTURES
+from hilbert_lib.patterns.all_pairs import AllPairs
 
 PATTERN = DilatedPattern((8, 32), (1, 4))
 CPU = torch.device("cpu")
@@ -386,6 +387,19 @@ def test_each_gpu_of_a_machine_goes_by_what_was_measured_on_its_own_model(monkey
     tensors = (SimpleNamespace(device=torch.device(name), **given) for name in models)
     orders = [choice.rule_for(q, Request(PATTERN), gradient=False).order for q in tensors]
     assert orders == [HALF_RULES["Ampere"].order, ("eager",), ("eager",)]
+
+
+def test_extra_queries_go_to_dense_kernels_first(monkeypatch):
+    for architecture in HALF_RULES:
+        monkeypatch.setattr(
+            choice, "get_gpu_info", lambda device, name=architecture: SimpleNamespace(architecture=name)
+        )
+        q = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16, shape=(1, 64, 2, 8))
+        order = choice.rule_for(q, Request(AllPairs()), gradient=False).order
+        of_sequences = choice.rule_for(q, Request(PATTERN), gradient=False).order
+        fused = [name for name in of_sequences if name in ("hopper", "triton")]
+        dense = [name for name in of_sequences if name not in (*fused, "eager")]
+        assert order == (*dense, *fused, "eager")
 
 
 def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
