@@ -13,6 +13,7 @@ orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_attend, ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
             ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs
 limits      estimate_memory, SafetyConfig, MemorySafetyChecker, ProgressiveTester, Watcher, GpuInfo, get_gpu_info
+in models   hilbert_lib.adapters.transformers, .diffusers, .natten and .torchscale
 with [suite] select_attention_backend, SafeBenchmarkRunner; the command `hilbert`
 
 `help(hilbert_lib.dilated_attention)` has its arguments; folders of the library have the same names by subject, as in

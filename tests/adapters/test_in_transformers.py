@@ -148,6 +148,26 @@ def test_a_padded_batch_with_a_dilated_pattern_is_generated_as_each_sequence_alo
             torch.testing.assert_close(logits[b], expected[0], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize(("name", "implementation"), [("Gemma3", "hilbert_window"), ("Llama", "hilbert_dilated")])
+def test_chunks_of_a_prompt_and_a_cache_give_the_rows_of_one_call(name, implementation, is_static):
+    import transformers
+
+    model, (tokens, mask) = dilated_llama() if name == "Llama" else model_of(name), tokens_and_mask()
+    model.set_attn_implementation(implementation)
+    cached = {"config": model.config} | ({"max_cache_len": 32} if is_static else {})
+    cache = (transformers.StaticCache if is_static else transformers.DynamicCache)(**cached)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        chunks = []
+        for rows in (slice(0, 9), slice(9, 12), slice(12, 13), slice(13, 20)):
+            options = {"attention_mask": mask[:, : rows.stop], "position_ids": positions[:, rows]}
+            chunks.append(model(tokens[:, rows], **options, cache=cache).logits)
+    shown = mask.bool()
+    torch.testing.assert_close(torch.cat(chunks, 1)[shown], whole[shown], rtol=1e-9, atol=1e-9)
+
+
 def test_the_pattern_is_kept_with_the_model(tmp_path):
     import transformers
 
