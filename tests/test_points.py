@@ -146,7 +146,7 @@ def surface(kind: str, count: int) -> torch.Tensor:
 SEEN = [
     ("sphere", 10_000, 5, 160), ("room", 10_000, 5, 145), ("terrain", 10_000, 7, 187), ("tissue", 10_000, 9, 250),
     ("dense tissue", 10_000, 17, 306), ("lidar", 10_000, 5, 83), ("blobs", 10_000, 5, 138), ("random", 10_000, 5, 122),
-    ("blobs", 100_000, 5, 160),
+    pytest.param("blobs", 100_000, 5, 160, marks=pytest.mark.full),
 ]  # fmt: skip
 
 
