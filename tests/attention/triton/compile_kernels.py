@@ -222,7 +222,9 @@ def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> 
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
 
-def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[tuple[str, tuple]]:
+def launched(
+    module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False
+) -> Iterator[tuple[str, tuple]]:
     """What `compiled` takes for a module's kernels that a call on a grid launches; more: with extra keys and all masks.
 
     Of those by boxes the warp-specialised ones: the others are plain kernels.
@@ -230,9 +232,10 @@ def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[
     x = torch.zeros(1, near.length, 2, columns, dtype=torch.bfloat16)
     extra = x[:, : 70 if more else 0]
     masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (near.length, 70)]
+    bias = torch.zeros(2, *near.of_heads(2).bias_sides) if has_bias else None
     given, request = (
-        Tensors(x, x, x, extra, extra),
-        Request(near.of_heads(2), key_padding_mask=masks[0], extra_padding_mask=masks[1]),
+        Tensors(x, x, x, extra, extra, bias),
+        Request(near.of_heads(2), key_padding_mask=masks[0], extra_padding_mask=masks[1], has_bias=has_bias),
     )
     starts = []
     module.start, module.multiprocessors = lambda make, *_, **__: starts.extend(make()), lambda device: 132
@@ -275,6 +278,15 @@ def for_grids(module, of: str) -> dict[str, tuple]:
     }
 
 
+def box_kernels_with_bias() -> dict[str, tuple]:
+    """The kernels by boxes of a plane with a bias."""
+    return {
+        f"hopper bias {name} {columns}": call
+        for columns in (64, 128)
+        for name, call in launched(box_launch, columns, Neighbourhood((64, 64), 17), False, True)
+    }
+
+
 def hopper_kernels() -> dict[str, tuple]:
     """The warp-specialised kernels: columns, causal, and what else they are told."""
     flags = (False, True)
@@ -294,7 +306,7 @@ def kernels_for(architecture: int) -> dict[str, tuple]:
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
-    return every | hopper_kernels() | grids
+    return every | hopper_kernels() | grids | box_kernels_with_bias()
 
 
 def sass_of(kernel) -> str:
@@ -343,7 +355,7 @@ SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "packed dkv 2 64", "decode one"
 SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "copies gather", "copies sum")
 SAMPLE += ("hopper forward 64 True False",)
 SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
-SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False")
+SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

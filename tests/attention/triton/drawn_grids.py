@@ -63,6 +63,13 @@ SPECIAL = {
     ),
 }
 
+# A volume for each shape of a box.
+VOLUMES = {
+    (4, 4, 4): Neighbourhood((4, 10, 10), (3, 5, 5), edge=("shift", "clip", "shift")),
+    (2, 8, 4): Neighbourhood((6, 8, 8), (2, 5, 3), stride=(1, 2, 1)),
+    (2, 4, 8): Neighbourhood((6, 5, 16), (2, 3, 7), is_causal=(True, False, False), edge=("clip", "shift", "clip")),
+}
+
 
 class Case(NamedTuple):
     windows: tuple[Neighbourhood, ...]  # one a KV head

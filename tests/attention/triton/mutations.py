@@ -13,7 +13,7 @@ class Mutation(NamedTuple):
     before: str
     after: str
     why: str  # it is wrong
-    seed: int | str = 0  # of a case that shows it; special grids and parts of grids have names
+    seed: int | str = 0  # of a case that shows it; special grids, parts of grids and calls with a bias have names
 
     @property
     def is_on_grid(self) -> bool:
@@ -315,4 +315,34 @@ hopper.grid_forward, rows before the keys: the rows of no tile are written where
 hopper.places, inside: every round of programs takes the tiles of the first
 -begin = gl.program_id(0) // programs * length
 +begin = 0
+hopper.bias, bias 5: a key before the start of a window that goes round is not counted on
+-gl.where(ahead < 0, ahead + m, ahead)
++ahead
+hopper.bias, bias 9: extra keys have a bias
+-if not is_extra:
++if True:
+hopper.bias, bias 18: all heads have the table of the first
+-bias + h.to(gl.int64) * _size(FORM)
++bias + h.to(gl.int64) * 0
+hopper.bias, bias 18: the sums of a tile move before both groups added theirs
+-    mbarrier.wait(sums.full.index(0), turn & 1)
++
+hopper.bias, bias 7: the sums of a tile are added to before those of the one before have moved
+-    mbarrier.wait(sums.free.index(0), turn & 1)
++
+hopper.bias, bias 7: sums begin as anything
+-        _taken(sums.address + 4 * (first + number))
++        _taken(sums.address + 4 * number)
+hopper.bias, bias 9: entries of a thread's second row are those of its first
+-place(8 * (n // 2 % 2))
++0
+hopper.grid_backward, bias 9: extra keys add to the gradient of bias
+-                    if j < grid_boxes:
++                    if j >= 0:
+hopper.grid_launch, bias 13: dk and dv have the bias of the queries on the other side
+-scaled.flip([*range(1, bias.dim())]) if is_flipped else scaled
++scaled
+hopper.grid_launch, bias 7: pairs that do not attend are looked for outside of the table
+-2 * (side - 1) + 2 * (axis.stride - 1)
++0
 """)

@@ -23,6 +23,7 @@ arguments = pytest.importorskip(
 )
 from compile_kernels import SAMPLE  # noqa: E402
 
+from hilbert_lib.attention.triton.hopper import grid_launch as box_launch  # noqa: E402
 from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles  # noqa: E402
 
 ARCHITECTURES = (80, 90, 100)
@@ -119,6 +120,14 @@ def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper
     for start, sampled, every in [("forward 64", 1, 4), ("grid forward 64", 1, 2), *alone]:
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
+
+
+def test_a_bias_costs_no_program_and_no_wait(on_hopper, some):
+    for name, facts in some("hopper bias", 1, 6).items():
+        assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
+        if "dq" in name:  # the sums of the gradient of a bias have room beside its tiles
+            room = box_launch.ROOM_FOR_SUMS[int(name.split()[-1])]
+            assert facts["shared"] + room <= 227 * 1024
 
 
 @pytest.mark.parametrize(

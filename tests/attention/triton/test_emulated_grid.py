@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import NORM_TOLERANCE, check_nan, check_part, differentiated, drawn_dlse, stored
 from cases import drawn as tokens
-from drawn_grids import BOXED, CASES, EDGES, QUERY_BOXES, SPECIAL, Case, boxed_part, drawn, expected, special
+from drawn_grids import BOXED, CASES, EDGES, QUERY_BOXES, SPECIAL, VOLUMES, Case, boxed_part, drawn, expected, special
 from oracle import attending, bias_of
 
 from hilbert_lib import Neighbourhood
@@ -96,6 +96,13 @@ def test_gradients_of_lse_equal_the_oracles(sources):
 @pytest.mark.parametrize("number", [*BIASED, *MORE_BIASED], ids=str)
 def test_a_bias_and_its_gradient_equal_the_oracles(sources, number):
     assert fault_of(sources, drawn(number)._replace(has_bias=True)) is None
+
+
+@pytest.mark.parametrize("box", VOLUMES)
+def test_a_bias_of_a_volume_equals_the_oracles_in_boxes_of_every_shape(sources, box):
+    case = Case((VOLUMES[box],), 1, 2, 16, 0, False, False, "bshd", torch.bfloat16, has_bias=True)
+    assert fault_of(sources, case) is None
+    assert sources.grids._box_of(VOLUMES[box]) == box
 
 
 @pytest.mark.parametrize(("part", "head_dim"), [("amid a plane", 64), ("all along what goes round", 16)])

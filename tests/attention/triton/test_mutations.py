@@ -25,7 +25,10 @@ def is_seen(mutation: Mutation, case: int | str) -> bool:
         except (AssertionError, emulator.Fault):
             return True
         return False
-    cases = special(case) if case in SPECIAL else [drawn_grid(case)]
+    if str(case).startswith("bias "):
+        cases = [drawn_grid(int(case.removeprefix("bias ")))._replace(has_bias=True)]
+    else:
+        cases = special(case) if case in SPECIAL else [drawn_grid(case)]
     return any(test_emulated_grid.fault_of(sources, each) for each in cases)
 
 
