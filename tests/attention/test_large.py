@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import TOLERANCE, assert_close, attended
 
-from hilbert_lib import DilatedPattern, Neighbourhood, Ordering
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, PointNeighbourhood
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
 
@@ -63,16 +63,25 @@ def test_forward_and_backward_are_exact_at_both_ends(qkv, kernels):
         assert_close(mine, expected_gradients, TOLERANCE[out.dtype][2:] * 3)
 
 
-@pytest.mark.parametrize("kernels", ["boxes", "plain", "plain, of rows in an order"])
+def points_of_grid(rows: int) -> PointNeighbourhood:
+    """The cells of some rows of the grid."""
+    lines = torch.arange(rows, device="cuda"), torch.arange(COLUMNS, device="cuda")
+    return PointNeighbourhood(torch.cartesian_prod(*lines), 5)
+
+
+@pytest.mark.parametrize("kernels", ["boxes", "plain", "lists", "plain, of rows in an order"])
 def test_a_grid_is_exact_at_both_ends(qkv, kernels):
     if kernels == "boxes" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     # Of 12 rows of the grid alone, the 6 at its edge are as in the whole: windows reach 2 rows beyond, gradients 4.
     near, part = (Neighbourhood((rows, COLUMNS), 5) for rows in (ROWS, 12))
+    if kernels == "lists":
+        near, part = points_of_grid(ROWS), points_of_grid(12)
     is_stored, backend = kernels.endswith("order"), "hopper" if kernels == "boxes" else "triton"
     order = Ordering.from_curve("hilbert", LENGTH, grid=near.shape) if is_stored else Ordering.linear(LENGTH)
     dout = torch.randn(qkv[0].shape, device=qkv[0].device, dtype=qkv[0].dtype)
-    out, lse, *gradients = attended((*qkv, dout), near, backend, ordering=order)
+    options = {} if kernels == "lists" else {"ordering": order}
+    out, lse, *gradients = attended((*qkv, dout), near, backend, **options)
     cells = 12 * COLUMNS
     for first, own in ((0, slice(0, cells // 2)), (LENGTH - cells, slice(cells // 2, cells))):
         slots = order.inverse[first : first + cells].to(out.device)

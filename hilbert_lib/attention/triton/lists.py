@@ -204,8 +204,9 @@ def query_kernel(
         tl.store(dq + out_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=row_mask)
     else:
         # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that see it. Such rows are rare, so
-        # they are looked for in the result, and then everything is computed again.
-        if tl.max(tl.max(((acc - acc) != 0.0).to(tl.int32), 1), 0) > 0:
+        # they are looked for in the result, and then everything is computed again. It is one reduction: of two of a
+        # product Triton 3.7 fails to compile for a B200.
+        if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
             acc, total, m = _walk(  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
                 q_tile, d_tile, lse_row, delta_row, k_head, v_head, extra_k_head, extra_v_head, listed, words,
                 padding_row, extra_padding_row, places, first, last, extra, scale, stride_kn, stride_vn, stride_en,
@@ -314,7 +315,7 @@ def key_kernel(
         HEAD_DIM, OWN, BLOCK_M, PADDING, EXTRA, False, PRECISION,
     )  # fmt: skip
     # 0 * NaN is NaN: a row of v that is not finite has no slope where nobody sees it.
-    if tl.max(tl.max(((dk_acc - dk_acc) != 0.0).to(tl.int32), 1), 0) > 0:
+    if tl.max(((dk_acc - dk_acc) != 0.0).to(tl.int32)) > 0:
         dk_acc, dv_acc = _key_walk(  # [BLOCK_N, BLOCK_D] each
             k_tile, v_tile, q_head, d_head, lse_and_delta + b * heads * q_rows, listed, words, places, has_weight,
             g * group, group, first, last, q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,

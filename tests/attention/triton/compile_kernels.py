@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.starts import STARTS
-from hilbert_lib.attention.triton import copies, grid_launch
+from hilbert_lib.attention.triton import copies, grid_launch, lists_launch
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.arguments import CONFIGS
@@ -40,8 +40,12 @@ from hilbert_lib.attention.triton.hopper import forward as hopper_forward
 from hilbert_lib.attention.triton.hopper import grid_launch as box_launch
 from hilbert_lib.attention.triton.hopper.division import BRANCHES
 from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_FORWARD
+from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
+from hilbert_lib.patterns import point_kernels
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.packed_lists import PackedLists
+from hilbert_lib.patterns.points import ListedPairs
 
 ARCHITECTURES = (80, 90, 100)
 ATTENTION_TYPES = {
@@ -185,12 +189,43 @@ def copy_kernels() -> dict[str, tuple]:
     copies.sum_rows((wholes[0], wholes[1]), at, parts, answers)
     found = {}
     for name, each in zip(("gather", "scatter", "sum"), starts, strict=True):
-        arguments = dict(zip(each.kernel.arg_names, each.arguments, strict=False)) | each.named
-        constants = {x.name: arguments[x.name] for x in each.kernel.params if x.is_constexpr}
-        constants |= {name: None for name, x in arguments.items() if x is None}
-        types = {name: x if isinstance(x, tuple) else type_of(x) for name, x in arguments.items() if x is not None}
-        found[f"copies {name}"] = each.kernel, types, constants, {"num_warps": 4}
+        found[f"copies {name}"] = as_started(each)
     return found
+
+
+def list_kernels() -> dict[str, tuple]:
+    """What reads packed lists, as it is launched: without options, and with extra keys and masks; what makes them."""
+    found, starts = {}, []
+    lists_launch.start = lambda make, *_, **__: starts.extend(make())
+    for columns, more in ((64, False), (128, True)):
+        starts.clear()
+        x, lists = torch.zeros(1, 64, 2, columns, dtype=torch.bfloat16), PackedLists.from_mask(torch.ones(64, 64) > 0)
+        extra = x[:, : 10 if more else 0]
+        masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (64, 10)]
+        masks = {"key_padding_mask": masks[0], "extra_padding_mask": masks[1]}
+        given, request = Tensors(x, x, x, extra, extra), Request(ListedPairs(), lists=lists.tensors, **masks)
+        out, lse = lists_launch.forward(given, request)
+        lists_launch.backward(out, given, out, lse, request)
+        for name, each in zip(("forward", "delta", "dq", "dkv", "extra"), starts, strict=False):
+            found[f"lists {name} {columns} {more}"] = as_started(each)
+    window = torch.zeros(3, 64, dtype=torch.int32)
+    for name, dtype in (("met", torch.bool), ("words", torch.int64)):
+        numbers, results = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 64, dtype=dtype)
+        types = dict(zip(point_kernels.seen_kernel.arg_names, map(type_of, (window,) * 3), strict=False))
+        types |= {"query_blocks": type_of(numbers), "key_places": type_of(numbers), "out": type_of(results)}
+        constants = {"AXES": 3, "BLOCK": 64, "WORDS": name == "words"}
+        found[f"points {name}"] = point_kernels.seen_kernel, types, constants, {"num_warps": 4}
+    return found
+
+
+def as_started(each: Start) -> tuple:
+    """What `compiled` takes for a start, before the architecture."""
+    arguments = dict(zip(each.kernel.arg_names, each.arguments, strict=False)) | each.named
+    constants = {x.name: arguments[x.name] for x in each.kernel.params if x.is_constexpr}
+    constants |= {name: None for name, x in arguments.items() if x is None}
+    types = {name: x if isinstance(x, tuple) else type_of(x) for name, x in arguments.items() if x is not None}
+    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+    return each.kernel, types, constants, {"num_warps": 4} | options
 
 
 def described(block: list[int], dtype=gl.bfloat16) -> str:
@@ -303,6 +338,7 @@ def hopper_kernels() -> dict[str, tuple]:
 def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
     every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels() | copy_kernels()
+    every |= list_kernels()
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
@@ -353,7 +389,7 @@ def facts(name: str, architecture: int) -> dict:
 # A forward and a backward of each file, which take seconds.
 SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "packed dkv 2 64", "decode one", "decode merge", "curve decode 2")
 SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "copies gather", "copies sum")
-SAMPLE += ("hopper forward 64 True False",)
+SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopper forward 64 True False")
 SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
 INSTRUCTIONS = re.compile(

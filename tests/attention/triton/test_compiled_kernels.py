@@ -14,7 +14,7 @@ import torch
 from held_operands import held_operands, overwritten_tiles, transposed_products
 from packaging.requirements import Requirement
 
-from hilbert_lib.attention.triton.limits import SHARED_BYTES
+from hilbert_lib.attention.triton.limits import LISTS_SHARED_BYTES, SHARED_BYTES
 from hilbert_lib.internals import WITHOUT_INTERNALS
 from hilbert_lib.lab.suite.doctor import TRIED
 
@@ -93,6 +93,13 @@ def test_those_of_attention_compile_and_their_shared_memory_is_there(run, some):
             assert facts["shared"] <= room, kernel
             # Of those that multiply 16 bits, at a head_dim that every GPU's products take.
             assert product in facts["instructions"] or kernel != f"{name} 2 64"
+
+
+def test_those_for_lists_fit_every_gpu(run, some):
+    product = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[run[0]]
+    for name, facts in some("lists ", 2, 9).items():
+        assert facts["shared"] <= LISTS_SHARED_BYTES, name
+        assert product in facts["instructions"] or name.startswith("lists delta"), name
 
 
 def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):

@@ -1,11 +1,13 @@
 """The kernels for packed lists equal a float64 oracle; without a GPU they run here in Triton's interpreter."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import POINT_CASES, check_points, points_of
 from torch import Tensor
 
-from hilbert_lib import PointNeighbourhood
+from hilbert_lib import PointNeighbourhood, attend, explain_backend
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.patterns import point_lists
 from hilbert_lib.patterns.packed_lists import PackedLists
@@ -16,6 +18,7 @@ launch = pytest.importorskip(
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_gpus_or_in_full = pytest.mark.full if DEVICE == "cpu" else pytest.mark.gpu
 # Relative to the largest value: sums over few keys in half precision have few digits.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -150,3 +153,48 @@ def test_lists_by_kernels_are_those_by_comparison(kind, monkeypatch):
         made.append(PointNeighbourhood(cells, points.window, batch, dilation=points.dilation, **options))
     assert len(made[0].list_tensors) == len(made[1].list_tensors)
     assert all(map(torch.equal, made[0].list_tensors, made[1].list_tensors))
+
+
+@on_gpus_or_in_full
+@pytest.mark.parametrize("kernel", launch.CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_configurations_of_gpus_equal_the_oracle(kernel, dtype, monkeypatch):
+    """Of each kernel, all that a GPU is given; the interpreter has its own."""
+    torch.manual_seed(2)
+    for (size, head_dim), config in launch.CONFIGS[kernel].items():
+        if size == dtype.itemsize:
+            others = launch.INTERPRETED if DEVICE == "cpu" else {}
+            monkeypatch.setattr(launch, "INTERPRETED", others | {kernel: config})
+            check(*drawn(70, 66, (2, 1), head_dim, dtype, extra=3, masks=True))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_attention_over_points():
+    points = points_of("even").to("cuda")
+    tensors = [torch.randn(1, 100, 2, 32, device="cuda", requires_grad=True) for _ in range(3)]
+    run = partial(attend, pattern=points, backend="triton")
+
+    def step() -> tuple[Tensor, ...]:
+        out = run(*tensors)
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    for _ in range(3):  # compiled, recorded, replayed
+        right = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, right))
+
+
+@pytest.mark.gpu
+def test_a_compiled_call_over_points_runs_the_kernels():
+    points = points_of("odd").to("cuda")
+    tensors = [torch.randn(2, 90, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    results = []
+    for run in (partial(attend, pattern=points), torch.compile(partial(attend, pattern=points), fullgraph=True)):
+        out = run(*tensors)
+        results.append([out, *torch.autograd.grad(out, tensors, torch.ones_like(out))])
+    assert all(map(torch.equal, *results))
+    assert explain_backend(*tensors, points).chosen == "triton"
