@@ -286,8 +286,9 @@ def neighbourhood_attention(
             along axis i as given, the largest one where heads have different windows. Entry w_i - 1 is the query's own
             cell. The next entry is the cell `dilation` further on; with edge="wrap" entries count on past the border.
             Extra keys and extra queries have no bias. Its dtype is that of q, or float32 (float64 for float64).
-            Autocast does not cast it. Its gradient has its dtype, and the same bits every time. "reference" and "eager"
-            serve it, "hopper" too but for the gradient of large windows, and "flex" a call without gradients.
+            Autocast does not cast it. Its gradient has its dtype, and the same bits every time. "reference", "eager"
+            and "triton" serve it, "hopper" too but for the gradient of large windows, and "flex" a call without
+            gradients.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return lse too.
 

@@ -39,7 +39,9 @@ from hilbert_lib import (
 )
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends import flex, tiles
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.triton import shifts
 from hilbert_lib.attention.validation import validated
 
 box_launch = pytest.importorskip(
@@ -79,13 +81,36 @@ KERNEL_RULES = {
 }
 
 
-@pytest.mark.parametrize(("rules", "order", "dtype"), [
-    ("line, shifted", "random", torch.float32), ("line, causal", "box", torch.bfloat16),
-    ("plane", "none", torch.float16), ("volume", "hilbert", torch.float32),
-])  # fmt: skip
-def test_kernels_add_it_and_have_its_gradient(rules, order, dtype):
+@pytest.mark.parametrize(
+    ("rules", "order", "dtype", "programs"),
+    [
+        ("line, shifted", "random", torch.float32, 40),
+        ("line, causal", "box", torch.bfloat16, 1024),
+        ("plane", "none", torch.float16, 1),
+        ("volume", "hilbert", torch.float32, 1),
+    ],
+)
+def test_kernels_add_it_and_have_its_gradient(rules, order, dtype, programs, monkeypatch):
+    """programs: with few of them each adds up many tiles."""
+    monkeypatch.setattr(shifts, "PROGRAMS", programs)
     case = KERNEL_RULES[rules], GROUPED_WINDOWS, order, "bias, extra and padding", dtype
     check_on_grid(*case, "triton", 5, with_dlse=rules == "plane")
+
+
+def test_kernels_read_a_bias_of_any_strides():
+    *tensors, bias = drawn(dtype=torch.float32)
+    out = call(*tensors, bias, neighbourhood=NEAR, backend="triton")
+    assert out.equal(
+        call(*tensors, bias.permute(1, 2, 0).contiguous().permute(2, 0, 1), neighbourhood=NEAR, backend="triton")
+    )
+
+
+def test_a_table_with_more_entries_than_kernels_number_is_refused_by_name():
+    q = torch.empty(1, 8, 1, 8, device="meta")
+    for side, refused in ((512, False), (513, True)):  # 1,023 x 1,023 x 2,047 entries are just below 2^31
+        near = Neighbourhood((2, 2, 2), (side, side, 1024)).of_heads(1)
+        told = backends_for(near)["triton"].limits(q, Request(near, has_bias=True))
+        assert told.startswith("serves a bias of up to 2,147,483,647 entries a head") == refused
 
 
 @settings(max_examples=40)
@@ -227,7 +252,7 @@ def test_the_operators_pass_opcheck(backend):
     torch.library.opcheck(torch.ops.hilbert_lib.attention_backward, (*saved, *arguments[6:]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_a_bias_in_float32_serves_halves_and_autocast(backend):
     *inputs, bias = drawn(dtype=torch.float32)
     dout = torch.randn_like(inputs[0])
@@ -313,9 +338,10 @@ def test_weights_have_it():
 def test_what_is_no_number_in_it_reaches_only_those_who_see_it():
     q, k, v, _, _, bias = drawn()
     bias[1, 4, 1] = torch.nan  # the key two rows on, in the same column
-    out = neighbourhood_attention(q, k, v, NEAR, bias=bias, backend="reference")
     right = bias_of(NEAR, bias, range(24), 2).isnan().any(-1)
-    assert out.isnan().any(-1).equal(right.T.expand(2, -1, -1))
+    for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        out = neighbourhood_attention(*(x.to(dtype) for x in (q, k, v)), NEAR, bias=bias.to(dtype), backend=backend)
+        assert out.isnan().any(-1).equal(right.T.expand(2, -1, -1))
 
 
 def test_grids_of_any_size_are_one_graph():
@@ -354,7 +380,7 @@ def test_on_a_gpu_it_is_the_oracles(rules):
     for n, (heads, dtype) in enumerate(product(("grouped", GROUPED_WINDOWS), (torch.float32, torch.bfloat16))):
         case = rules, heads, ("none", "random", "box", "none")[n], "bias, extra and padding", dtype
         check_on_grid(*case, "flex", 16, "cuda", gradients=False)
-        for backend in BACKENDS:
+        for backend in (*BACKENDS, "triton"):
             check_on_grid(*case, backend, 16, "cuda")
 
 
@@ -362,9 +388,17 @@ def test_on_a_gpu_it_is_the_oracles(rules):
 def test_on_a_gpu_its_gradient_is_the_same_bits_however_often():
     near = Neighbourhood((40, 48), (9, 17), edge=("shift", "wrap"))
     tensors = [x.cuda() for x in (*drawn(near, dtype=torch.float32), torch.randn(2, near.length, 4, 4))]
-    for backend in BACKENDS:
+    for backend in (*BACKENDS, "triton"):
         first, *others = (attended(tensors, near, backend)[-1] for _ in range(5))
         assert all(first.equal(other) for other in others)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_programs_add_up_many_tiles():
+    near = Neighbourhood((256, 256), 9)  # 71 tiles for each of 29 runs
+    tensors = [x.cuda() for x in (*drawn(near, dtype=torch.float32), torch.randn(2, near.length, 4, 4))]
+    found, right = (attended(tensors, near, backend)[-1] for backend in ("triton", "eager"))
+    torch.testing.assert_close(found, right, atol=1e-5 * right.abs().max().item(), rtol=0)
 
 
 def test_auto_passes_over_what_does_not_serve_it():
