@@ -50,11 +50,10 @@ class Axis:
         """
         if self.edge == "wrap":
             return self
-        # `min` would tell torch.export which of the two is smaller, and so bind the sides that its program serves.
-        dilation = torch.sym_min(self.dilation, self.cells)
+        dilation = _least(self.dilation, self.cells)
         ranks = -(-self.cells // dilation)
-        window = torch.sym_min(self.window, ranks if self.is_causal or self.edge == "shift" else 2 * ranks - 1)
-        return replace(self, dilation=dilation, window=window, stride=torch.sym_min(self.stride, window))
+        window = _least(self.window, ranks if self.is_causal or self.edge == "shift" else 2 * ranks - 1)
+        return replace(self, dilation=dilation, window=window, stride=_least(self.stride, window))
 
     def ranks(self, cell: Tensor) -> tuple[Tensor, Tensor]:
         """Rank of each cell on its sub-axis, and number of cells of that sub-axis."""
@@ -119,6 +118,12 @@ class Axis:
         (rank, count), start = self.ranks(cell), self.start(cell)
         end = rank + 1 if self.is_causal else torch.minimum(start + self.window, count)
         return int((end - start.clamp(min=0)).sum())
+
+
+def _least(a: int, b: int) -> int:
+    # `min` would tell torch.export which of the two is smaller, and so bind the sides that its program serves. In
+    # torch.compile it does not, and torch 2.11 has no `sym_min` of two constants there.
+    return min(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_min(a, b)
 
 
 @dataclass(frozen=True)

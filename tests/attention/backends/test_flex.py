@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from cases import assert_close, differentiated, drawn, expected, norms
-from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask
 
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention.backends import flex, flex_masks
@@ -25,6 +25,13 @@ def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
     assert lse.isinf().any()  # rows that no branch has
 
 
+def _dense(counts: torch.Tensor, lists: torch.Tensor, columns: int) -> torch.Tensor:
+    """Which blocks each row of blocks lists: (..., rows, columns) bool."""
+    is_listed = torch.arange(lists.shape[-1]) < counts[..., None]
+    found = torch.zeros(*lists.shape[:-1], columns + 1, dtype=torch.bool)  # what is not listed goes past the end
+    return found.scatter(-1, lists.long().where(is_listed, columns), True)[..., :columns]
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rates", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("size", [64, 128])
@@ -33,7 +40,7 @@ def test_blocks_hold_every_pair_and_full_ones_no_other(size, rates, is_causal):
     mask, _ = flex_masks.dilated_mask(pattern, is_causal, 640, 2, 2, size, torch.device("cpu"))
     true = create_block_mask(mask.mask_mod, None, 2, 640, 640, device="cpu", BLOCK_SIZE=size)
     some, full, true_some, true_full = (
-        _ordered_to_dense(counts, lists, 640 // size).bool()[0]
+        _dense(counts, lists, 640 // size)[0]
         for each in (mask, true)
         for counts, lists in ((each.kv_num_blocks, each.kv_indices), (each.full_kv_num_blocks, each.full_kv_indices))
     )
