@@ -223,6 +223,17 @@ def test_what_is_not_served_is_refused_by_name(name, implementation, call, says)
         model(tokens, use_cache=False, **call)
 
 
+def test_a_cache_that_drops_tokens_is_refused_beside_a_dilated_pattern():
+    import transformers
+
+    model, (tokens, _) = dilated_llama(), tokens_and_mask()
+    model.set_attn_implementation("hilbert_dilated")
+    cache = transformers.DynamicCache(config=model_of("Mistral").config)
+    model(tokens, cache=cache)
+    with pytest.raises(ValueError, match="a cache that drops tokens"):
+        model(tokens[:, :1], cache=cache)
+
+
 def test_a_pattern_that_is_missing_and_a_dropout_beside_a_window_are_refused():
     tokens, _ = tokens_and_mask()
     model = model_of("Llama")
