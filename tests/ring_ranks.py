@@ -50,7 +50,8 @@ SPECS = {
     **{kind: OrderingSpec(kind) for kind in ("linear", "morton", "snake", "tile")},
 }
 NAMES = ("out", "lse", "dq", "dk", "dv")
-NAMES_ON_GRIDS = (*NAMES, "dextra_k", "dextra_v")
+NAMES_ON_GRIDS = (*NAMES, "dextra_k", "dextra_v", "dbias")
+OF_ALL_RANKS = NAMES_ON_GRIDS[5:]
 
 
 def run(order: dict) -> list:
@@ -277,10 +278,12 @@ def by_the_first(make: Callable):
 def errors_of_rows(mine: list, one: list, exact: list, rows: slice | torch.Tensor) -> dict[str, tuple[float, float]]:
     """By name the squared error of this rank's rows, and that of one process's, against float64."""
     errors = {}
-    for name, own, single, truth in zip(NAMES_ON_GRIDS[: len(mine)], mine, one, exact, strict=True):
+    for name, own, single, truth in zip(NAMES_ON_GRIDS, mine, one, exact, strict=False):
+        if own is None:
+            continue
         assert own.dtype == single.dtype, name
         part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
-        if name.startswith("dextra"):  # a sum over the ranks, of whose error each tells its share
+        if name in OF_ALL_RANKS:  # a sum over the ranks, of whose error each tells its share
             total = own.double().to(device())
             dist.all_reduce(total)
             share = dist.get_world_size() ** -0.5
@@ -556,17 +559,19 @@ def compare_on_grid(
             options["key_padding_mask"] = masks[0][:, own].to(device())
         if "extra" in more:
             options |= {"extra_k": leaves[3], "extra_v": leaves[4]}
+        if "bias" in more:
+            options["bias"] = leaves[5]
         if masks[1] is not None:
             options["extra_padding_mask"] = masks[1].to(device())
         out, lse = call(*leaves[:3], near, **options)
-        wanted = leaves if "extra" in more else leaves[:3]
         loss = loss_of(out, lse, dout[:, own].to(device()), dlse if dlse is None else dlse[:, :, own])
-        return [x.cpu() for x in (out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted))]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)  # there may be no extra keys
+        return [x if x is None else x.cpu() for x in (out.detach(), lse.detach(), *grads)]
 
     one = by_the_first(partial(run, attend if is_union else neighbourhood_attention, slice(None)))
     with by_kernels() if by_kernel else nullcontext():
         mine = run(partial(ring_attend if is_union else ring_neighbourhood_attention, shards=spread), rows)
-    return errors_of_rows(mine, one, truth[: len(mine)], rows)
+    return errors_of_rows(mine, one, truth, rows)
 
 
 def grid_inputs(rows: int | None = None, **options) -> list[torch.Tensor]:
@@ -585,6 +590,7 @@ def disagree_on_grid(**asked) -> list[str]:
             "shards": lambda parts: Rectangles(tuple(parts)),
             "key_padding_mask": lambda _: torch.zeros(q.shape[:2], dtype=torch.bool, device=device()),
             "requires_grad": lambda _: q.requires_grad_(),
+            "bias": lambda _: torch.zeros(2, 5, 9, device=device()),
         }
         options = {name: made[name](value) if name in made else value for name, value in asked.items()}
         options.pop("requires_grad", None)

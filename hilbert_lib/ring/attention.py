@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import check_neighbourhood, computed
 from hilbert_lib.attention.autograd import needs_gradient
-from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.request import BIAS, Request, Tensors
 from hilbert_lib.attention.transforms import uncompiled, unserved_derivative
 from hilbert_lib.attention.validation import validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
@@ -63,6 +63,7 @@ def ring_attend(
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     validate: bool = True,
@@ -83,7 +84,8 @@ def ring_attend(
         key_padding_mask: (batch, rows) bool, True = no weight, of this rank's tokens.
         is_causal, dropout_p, kv_ordering, transport, weights: for sequences alone, as in `ring_dilated_attention`.
         memory_limit: likewise, and not for a `Union`.
-        shards, ordering, extra_k, extra_v, extra_padding_mask: for grids alone, as in `ring_neighbourhood_attention`.
+        shards, ordering, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
+            `ring_neighbourhood_attention`. A `Union` takes no bias.
         validate: whether ranks compare their arguments before they send anything, as in these two.
 
     Returns:
@@ -123,6 +125,7 @@ def ring_attend(
         extra_k=extra_k,
         extra_v=extra_v,
         extra_padding_mask=extra_padding_mask,
+        bias=bias,
         backend=backend,
         return_lse=return_lse,
     )
@@ -231,6 +234,7 @@ def ring_neighbourhood_attention(
     extra_v: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     validate: bool = True,
@@ -251,8 +255,8 @@ def ring_neighbourhood_attention(
         ordering: instead of shards: each rank holds a run of its slots, as many as `shard` gives it.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
         scale, backend, return_lse: as in `neighbourhood_attention`.
-        extra_k, extra_v, extra_padding_mask: likewise, the same on all ranks; each rank's gradients of them are those
-            of its own queries.
+        extra_k, extra_v, extra_padding_mask, bias: likewise, the same on all ranks; each rank's gradients of them are
+            those of its own queries.
         key_padding_mask: (batch, rows) bool, True = no weight, of this rank's cells.
         validate: whether ranks compare their arguments before they send anything: if these differ, all raise.
 
@@ -285,6 +289,7 @@ def ring_neighbourhood_attention(
         extra_k=extra_k,
         extra_v=extra_v,
         extra_padding_mask=extra_padding_mask,
+        bias=bias,
         backend=backend,
         return_lse=return_lse,
     )
@@ -343,12 +348,13 @@ def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, 
 def _words(call: _CheckedCall) -> dict[str, str]:
     # The arguments that all ranks must agree on, in words.
     tensors, request = call.tensors, call.request
-    options = {field.name: getattr(request, field.name) for field in fields(request)}
+    options = {field.name: getattr(request, field.name) for field in fields(request) if field.name not in BIAS}
     pattern = options.pop("pattern").of_any_heads()
     is_on_grid = isinstance(pattern, Neighbourhood | HeadNeighbourhoods)
     options["neighbourhood" if is_on_grid else "pattern"] = pattern
     options |= call.spread.words
     options["extra_k"] = None if tensors.extra_k is None else tuple(tensors.extra_k.shape)
+    options["bias"] = None if tensors.bias is None else f"{tensors.bias.dtype} of shape {tuple(tensors.bias.shape)}"
     options |= {"backend": call.backend, "requires_grad": needs_gradient(*tensors)}
     return in_words(tensors.q, tensors.k, options)
 

@@ -218,6 +218,15 @@ HALOS[4][-1] |= {"more": "extra and padding", "by_kernel": True}
 # Runs whose keys reach past an edge that goes round: a kernel would read a table past its end.
 HALOS[3] += [{"rules": "plane, wrapped", "shards": {"order": "hilbert", "lengths": [30, 40, 26]}, **PLAIN}]
 HALOS[3][-1] |= {"backend": "triton"}
+# A bias by relative position, whose gradients ranks sum.
+for ranks, rules, heads, kind, more, dtype in (
+    (2, "plane", "grouped", "cut", "bias", "float64"),
+    (2, "plane, wrapped", "one", "strips", "extra and padding and bias", "float32"),
+    (3, "plane, dilated", "windows", "hilbert", "bias", "float64"),
+    (4, "plane", "windows", "cut", "extra and padding and bias", "bfloat16"),
+):
+    HALOS[ranks] += [{"rules": rules, "shards": spread(kind, RULES[rules][0], ranks), "heads": heads, "more": more}]
+    HALOS[ranks][-1] |= {"dtype": dtype, "backend": "reference" if dtype == "float64" else "auto"}
 # Interpreted where there is no GPU, which takes long.
 HALOS[8] += [
     {"rules": "line", "heads": "windows", "shards": CUT[8, 1], "more": "extra and padding", "backend": "triton"}
@@ -280,6 +289,7 @@ ON_GRIDS = {
     "gradient": ({"requires_grad": True}, ("requires_grad", "False on rank 0", "True on rank 1")),
     "mask": ({"key_padding_mask": True}, ("key_padding_mask", "None on rank 0", "a tensor on rank 1")),
     "scale": ({"scale": 0.25}, ("scale", "0.5 on rank 0", "0.25 on rank 1")),
+    "bias": ({"bias": True}, ("bias", "None on rank 0", "float32 of shape (2, 5, 9)", "on rank 1")),
     "backend": ({"backend": "flex"}, ("backend='flex' cannot serve",)),
     "validate": ({"validate": "no"}, ("validate must be True or False, got 'no'",)),
 }

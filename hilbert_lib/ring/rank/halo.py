@@ -61,12 +61,13 @@ def gradients(
 
     Gradients of k and v are summed in float32 (float64 for float64): borders, then other ranks, then the interior.
     """
-    layout, dq = job.layout, None
+    layout, dq, bias_grads = job.layout, None, []
     received, padding = saved["received"], saved.get("padding")
     beside = Beside(dout.device)
     if layout.interior:
         request = replace(job.request, part=layout.interior)
         grads = operators.attention_backward(dout, tensors, out, lse, request, job.backend, dlse)
+        bias_grads.append(grads.bias)
         dq, *grads = grads.with_rows
     with beside:
         border_grads = []
@@ -78,16 +79,28 @@ def gradients(
         if layout.travels:
             answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
         extra = _extra_sums(border_grads, answer, tensors)
+        bias_grads += [part.bias for part in border_grads]
         if not layout.interior:
             grads = copies.added(None, border_grads, answer, tensors.k, layout)
     if not layout.interior:
         extra = [x.to(y.dtype) for x, y in zip(extra, tensors.extra, strict=True)]
-        return Tensors(border_grads[0].q if border_grads else torch.empty_like(tensors.q), *grads, *extra)
+        dq = border_grads[0].q if border_grads else torch.empty_like(tensors.q)
+        return Tensors(dq, *grads, *extra, _bias_sum(bias_grads, tensors.bias))
     copies.placed(dq, [part.q for part in border_grads], layout)
     grads[:2] = copies.added(grads[:2], border_grads, answer, tensors.k, layout)
     for grad, extra_grad in zip(grads[2:], extra, strict=True):
         grad.add_(extra_grad)
-    return Tensors(dq, *grads)
+    return Tensors(dq, *grads, _bias_sum(bias_grads, tensors.bias))
+
+
+def _bias_sum(bias_grads: list[Tensor], bias: Tensor | None) -> Tensor | None:
+    # The gradient of a bias, of the interior and then of each border: of this rank's queries.
+    if bias is None:
+        return None
+    total = bias.new_zeros(bias.shape, dtype=WORKING_DTYPE[bias.dtype])
+    for grad in bias_grads:
+        total += grad
+    return total.to(bias.dtype)
 
 
 def _extra_sums(border_grads: list[Tensors], answer: Tensor, tensors: Tensors) -> list[Tensor]:
@@ -147,4 +160,4 @@ def _framed(
         mask = mask.index_select(1, border.filled)
         mask[:, places // k.shape[2]] = padding[rows].bool().T
     border_request = replace(request, part=border.part, slots=border.slots, key_padding_mask=mask)
-    return Tensors(q, *frames, *extra), border_request, query_rows, lse
+    return Tensors(q, *frames, *extra, tensors.bias), border_request, query_rows, lse
