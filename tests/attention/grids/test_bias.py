@@ -406,18 +406,16 @@ def test_auto_passes_over_what_does_not_serve_it():
     assert "cannot serve: has no gradient beside a bias" in explained.reasons["flex"]
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "window", "room", "needed"), [(64, 43, "49,152", "51,200"), (128, 21, "18,432", "19,456")]
-)
-def test_boxes_refuse_the_gradient_of_large_windows_by_name(head_dim, window, room, needed):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_boxes_refuse_the_gradient_of_large_windows_by_name(head_dim):
+    window = 43
     q = torch.empty(1, 64 * 64, 1, head_dim, dtype=torch.bfloat16, device="meta")
     for side, refused in ((window - 2, False), (window, True)):
         request = Request(Neighbourhood((64, 64), side).of_heads(1), has_bias=True, bias_gradient=True)
         told = box_launch.refusal(q, request)
         assert bool(told) == refused
         assert box_launch.refusal(q, replace(request, bias_gradient=False)) == ""
-    assert f"in {room} bytes" in told
-    assert f"({window}, {window}) need {needed}" in told
+    assert "in 49,152 bytes of shared memory: windows (43, 43) need 51,200" in told
 
 
 TENSORS = dict(zip(("q", "k", "v"), drawn()[:3], strict=True))

@@ -289,8 +289,8 @@ hopper.grid_backward, four boxes passed over: a box waits for slopes that wait f
 -if LATE & (last >= 0) & (block - last >= STAGES - 1):
 +if False:
 hopper.grid_backward, 14: a tile at work is copied over
--tile_free.index((turn - 1) % boxes.BUFFERS)
-+tile_free.index(turn % boxes.BUFFERS)
+-tile_free.index((turn - 1) % shared.tile_full.shape[0])
++tile_free.index(turn % shared.tile_full.shape[0])
 hopper.grid_backward, 14: dq lacks its scale
 -boxes.send(acc * scale
 +boxes.send(acc

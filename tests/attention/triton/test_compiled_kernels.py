@@ -133,7 +133,7 @@ def test_a_bias_costs_no_program_and_no_wait(on_hopper, some):
     for name, facts in some("hopper bias", 1, 6).items():
         assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
         if "dq" in name:  # the sums of the gradient of a bias have room beside its tiles
-            room = box_launch.ROOM_FOR_SUMS[int(name.split()[-1])]
+            room, *_ = box_launch.BESIDE_SUMS[int(name.split()[-1])][0]
             assert facts["shared"] + room <= 227 * 1024
 
 

@@ -98,6 +98,15 @@ def test_a_bias_and_its_gradient_equal_the_oracles(sources, number):
     assert fault_of(sources, drawn(number)._replace(has_bias=True)) is None
 
 
+@pytest.mark.parametrize("number", [9, 18])
+def test_a_bias_of_large_windows_equals_the_oracles(monkeypatch, sources, number):
+    """Its sums leave room for one buffer of tiles."""
+    _, largest = sources.grids.BESIDE_SUMS[128]
+    monkeypatch.setitem(sources.grids.BESIDE_SUMS, 128, (largest,))
+    assert fault_of(sources, drawn(number)._replace(has_bias=True)) is None
+    assert [x.named["BUFFERS"] for x in sources.starts if "BUFFERS" in x.named] == [1, 2]
+
+
 @pytest.mark.parametrize("box", VOLUMES)
 def test_a_bias_of_a_volume_equals_the_oracles_in_boxes_of_every_shape(sources, box):
     case = Case((VOLUMES[box],), 1, 2, 16, 0, False, False, "bshd", torch.bfloat16, has_bias=True)

@@ -208,7 +208,7 @@ def test_auto_takes_them_for_tokens_that_are_stored_row_by_row():
 # A bias by relative position.
 
 BIASED = AllPairs([list(filter(is_served, RULES)), ["grouped", GROUPED_WINDOWS], list(NORM_TOLERANCE), [16, 64, 128]])
-REFUSED = "sums the gradient of a bias in 18,432 bytes"  # of the largest windows at 128 columns
+REFUSED = "sums the gradient of a bias in 49,152 bytes"  # of larger windows
 
 
 def with_bias(near, given: list[torch.Tensor], dtype=torch.float32) -> list[torch.Tensor]:
@@ -247,7 +247,7 @@ def test_a_bias_on_grids_of_many_tiles_is_right(name, dtype):
     exact = attended([x.double() for x in given], near, backend="eager")
     with torch.no_grad():
         assert_right(out_and_lse(given, near, "hopper"), exact[:2], dtype)
-    if name in ("strided", "volume", "film"):
+    if name in ("volume", "film"):
         with pytest.raises(ValueError, match=REFUSED):
             attended(given, near)
     else:
@@ -255,7 +255,7 @@ def test_a_bias_on_grids_of_many_tiles_is_right(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "head_dim"), [((256, 256), 41, 64), ((256, 256), 20, 128), ((16, 32, 32), 5, 64)]
+    ("shape", "window", "head_dim"), [((256, 256), 41, 64), ((256, 256), 33, 128), ((16, 32, 32), 5, 64)]
 )
 def test_the_largest_windows_whose_bias_has_a_gradient_are_right(shape, window, head_dim):
     near = Neighbourhood(shape, window)
@@ -314,7 +314,7 @@ def test_a_cuda_graph_replays_a_bias_and_its_gradient():
 
 
 def test_auto_takes_boxes_beside_a_bias_where_its_gradient_has_room():
-    for window, has_room in ((20, True), (21, False)):
+    for window, has_room in ((41, True), (43, False)):
         near = Neighbourhood((64, 64), window)
         q, k, v, bias, _ = with_bias(near, tokens(near.length, 2, 1, 128, dtype=torch.bfloat16, device=DEVICE))
         assert explain_backend(q, k, v, near, bias=bias).chosen == "hopper"

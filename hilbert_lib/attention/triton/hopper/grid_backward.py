@@ -47,7 +47,7 @@ def backward_kernel(
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.constexpr, OF_KEYS: gl.constexpr, RULES: gl.constexpr,
     EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
-    BIAS: gl.constexpr,
+    BIAS: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """dq (u) of tiles of queries (x) and dout (y), from boxes of k (a) and v (b).
 
@@ -60,18 +60,18 @@ def backward_kernel(
     B0: gl.constexpr = boxes.side(RULES, 0)
     B1: gl.constexpr = boxes.side(RULES, 1)
     B2: gl.constexpr = boxes.side(RULES, 2)
-    x_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], x.layout)
-    y_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], y.layout)
+    x_tiles = gl.allocate_shared_memory(dtype, [2 * BUFFERS, B0, B1, B2, 1, BLOCK_D], x.layout)
+    y_tiles = gl.allocate_shared_memory(dtype, [2 * BUFFERS, B0, B1, B2, 1, BLOCK_D], y.layout)
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], a.layout)
     b_tiles = gl.allocate_shared_memory(dtype, [B_STAGES, B0, B1, B2, 1, BLOCK_D], b.layout)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_rows = gl.allocate_shared_memory(
         gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    tile_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
-    tile_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
+    tile_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    tile_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(boxes.BUFFERS):
+    for buffer in gl.static_range(BUFFERS):
         mbarrier.init(tile_full.index(buffer), count=1)
         mbarrier.init(tile_free.index(buffer), count=2)
     for stage in gl.static_range(STAGES):
@@ -153,9 +153,9 @@ def _copy(
     for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, OF_KEYS)
         digits = places.added(digits, ahead, counts)
-        buffer = turn % boxes.BUFFERS
-        if turn >= boxes.BUFFERS:
-            mbarrier.wait(shared.tile_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
+        buffer = turn % shared.tile_full.shape[0]
+        if turn >= shared.tile_full.shape[0]:
+            mbarrier.wait(shared.tile_free.index(buffer), (turn // shared.tile_full.shape[0] & 1) ^ 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         full = shared.tile_full.index(buffer)
         mbarrier.expect(full, 2 * (x.block_type.nbytes + y.block_type.nbytes))
@@ -252,9 +252,8 @@ def _differentiate_queries(
         row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
         lse_row = _as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
         delta_row = gl.load(delta + row, mask=is_query, other=0.0)  # [GROUP_ROWS]
-        buffer = turn % boxes.BUFFERS
-        mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
-        _let_go(shared, turn)
+        buffer = turn % shared.tile_full.shape[0]
+        _await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         q_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
         d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
@@ -342,11 +341,22 @@ def _differentiate_queries(
 
 
 @gluon.jit
+def _await_tile(shared, turn):
+    """Wait for a tile, and let the last one go. One buffer alone has to be free before the tile is copied to it."""
+    BUFFERS: gl.constexpr = shared.tile_full.shape[0]
+    if BUFFERS == 1:
+        _let_go(shared, turn)
+    mbarrier.wait(shared.tile_full.index(turn % BUFFERS), turn // BUFFERS & 1)
+    if BUFFERS > 1:
+        _let_go(shared, turn)
+
+
+@gluon.jit
 def _let_go(shared, turn):
     """Give the buffer of the last tile back, once its results have left it."""
     if turn > 0:
         tma.store_wait(0)
-        mbarrier.arrive(shared.tile_free.index((turn - 1) % boxes.BUFFERS))
+        mbarrier.arrive(shared.tile_free.index((turn - 1) % shared.tile_full.shape[0]))
 
 
 @gluon.jit
@@ -388,9 +398,8 @@ def _differentiate_keys(
         reaches = boxes.reaches_of(place, windows, axes, RULES, True)
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         seers = masks.seers_of(corner, number, reaches, axes, RULES)
-        buffer = turn % boxes.BUFFERS
-        mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
-        _let_go(shared, turn)
+        buffer = turn % shared.tile_full.shape[0]
+        _await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         k_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
         v_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]

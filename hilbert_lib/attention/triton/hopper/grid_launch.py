@@ -26,10 +26,10 @@ EXTRA_BOX = (1, 1, 64)
 # needs a box of v for less time than one of k.
 RINGS = {(64, False): (4, 4), (64, True): (4, 4), (128, False): (4, 2), (128, True): (3, 3)}
 
-# The same beside the sums of the gradient of a bias.
-RINGS_BESIDE_SUMS = RINGS | {(128, False): (3, 2)}
-# Columns -> bytes of shared memory that are left for these sums. The compiler takes at most 48 KiB in this way.
-ROOM_FOR_SUMS = {64: 48 * 1024, 128: 18 * 1024}
+BUFFERS = 2  # of tiles: the next one is copied while the groups work on this one
+# Shared memory for the sums of the gradient of a bias: columns -> (bytes, boxes in dq's rings, buffers of tiles), least
+# first. The compiler takes at most 48 KiB in this way.
+BESIDE_SUMS = {64: ((48 * 1024, (4, 4), 2),), 128: ((18 * 1024, (3, 2), 2), (48 * 1024, (4, 2), 1))}
 
 ROUNDS = 16  # rounds of programs for a part of a grid: between two, kernels of an exchange get a free multiprocessor
 
@@ -104,8 +104,10 @@ def backward(
     def starts() -> list[Start]:
         launches = [plain.delta_of(dout, out, delta, dlse)]
         for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
-            stages, b_stages = (RINGS if inputs.bias is None else RINGS_BESIDE_SUMS)[columns_of(q), tensors is of_keys]
-            constants = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
+            (stages, b_stages), buffers = RINGS[columns_of(q), tensors is of_keys], BUFFERS
+            if inputs.bias is not None and tensors is of_queries:
+                (stages, b_stages), buffers = _beside_sums(columns_of(q), request)
+            constants = {"STAGES": stages, "B_STAGES": b_stages, "BUFFERS": buffers, "OF_KEYS": tensors is of_keys}
             constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             constants |= {"dbias": sums, "unit": unit} if tensors is of_queries else {"dbias": None, "unit": None}
             by_query = q, dout, grads.q
@@ -222,15 +224,25 @@ def _places(near: Neighbourhood, entries: tuple[int, ...]) -> tuple[tuple[int, .
 
 def _refusal_of_bias_gradient(q: Tensor, request: Request) -> str:
     # Why the sums of the gradient of a bias have no room in shared memory, or "".
-    near = on_its_keys(request).neighbourhoods[0] if request.part else request.neighbourhoods[0]
-    _, sides = _places(near, request.pattern.bias_sides)
-    room, needed = ROOM_FOR_SUMS[columns_of(q)], ceil(4 * prod(sides) / 1024) * 1024
+    request = on_its_keys(request) if request.part else request
+    (room, *_), needed = BESIDE_SUMS[columns_of(q)][-1], _bytes_of_sums(request)
     if needed > room:
         return (
-            f"sums the gradient of a bias in {room:,} bytes of shared memory at head_dim {q.shape[-1]}: "
+            f"sums the gradient of a bias in {room:,} bytes of shared memory: "
             f"windows {request.neighbourhoods[0].window} need {needed:,}"
         )
     return ""
+
+
+def _bytes_of_sums(request: Request) -> int:
+    # In whole kilobytes, as `hopper.bias` takes them.
+    return ceil(4 * prod(padded_sides(request, 1)) / 1024) * 1024
+
+
+def _beside_sums(columns: int, request: Request) -> tuple[tuple[int, int], int]:
+    # Boxes in dq's two rings and buffers of its tiles, with as much room for the sums as they need.
+    needed = _bytes_of_sums(request)
+    return next((rings, buffers) for room, rings, buffers in BESIDE_SUMS[columns] if needed <= room)
 
 
 def sums_of_bias(
