@@ -21,11 +21,11 @@ from hilbert_lib import internals
 
 ROOT = Path(hilbert_lib.__file__).resolve().parent
 SOURCES = [*ROOT.rglob("*.py"), *(ROOT.parent / "scripts").glob("*.py")]
-# Private names of others: of Python, of packages of kernels, of Jupyter.
+# Private names of others: of Python, of packages of kernels, of Jupyter, of diffusers.
 OTHERS = {
     *("_asdict", "_fields", "_make", "_replace", "_exit", "_getframe", "_handle_fromlist", "_repr_mimebundle_"),
     *("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_fwd", "_flash_attn_bwd"),
-    "_cpp_library_load_exception",
+    *("_cpp_library_load_exception", "_parallel_config"),
 }
 # Names of objects that torch and Triton make for themselves, which no underscore marks.
 UNMARKED = {
