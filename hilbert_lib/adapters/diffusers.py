@@ -67,11 +67,11 @@ def set_windows(
     processors = model.attn_processors
     unused = set(windows)
     for name, processor in processors.items():
-        matching = [each for each in windows if fnmatchcase(name.removesuffix(".processor"), each)]
+        matching = [layers for layers in windows if fnmatchcase(name.removesuffix(".processor"), layers)]
         if matching:
             unused.discard(matching[0])
-            own = processor.processor if isinstance(processor, WindowAttnProcessor) else processor
-            processors[name] = WindowAttnProcessor(own, windows[matching[0]], text, backend)
+            unwrapped = processor.processor if isinstance(processor, WindowAttnProcessor) else processor
+            processors[name] = WindowAttnProcessor(unwrapped, windows[matching[0]], text, backend)
     if unused:
         layers = ", ".join(name.removesuffix(".processor") for name in processors)
         raise ValueError(
@@ -130,15 +130,15 @@ class WindowAttnProcessor:
         sizes = [words, cells] if self.text == "first" else [cells, words]
         parts = [x.split(sizes, 1) for x in (q, k, v)]
         hidden = None if mask is None else _hidden_keys(mask, q).split(sizes, 1)
-        at, beside = (1, 0) if self.text == "first" else (0, 1)
+        cells_part, words_part = (1, 0) if self.text == "first" else (0, 1)
         options = {"scale": scale, "backend": self.backend}
         if words:
-            options |= dict(zip(("extra_q", "extra_k", "extra_v"), (part[beside] for part in parts), strict=True))
+            options |= dict(zip(("extra_q", "extra_k", "extra_v"), (part[words_part] for part in parts), strict=True))
         if hidden is not None:
-            options["key_padding_mask"] = hidden[at]
+            options["key_padding_mask"] = hidden[cells_part]
         if hidden is not None and words:
-            options["extra_padding_mask"] = hidden[beside]
-        out = neighbourhood_attention(*(part[at] for part in parts), self.neighbourhood, **options)
+            options["extra_padding_mask"] = hidden[words_part]
+        out = neighbourhood_attention(*(part[cells_part] for part in parts), self.neighbourhood, **options)
         if words:
             out = torch.cat(out[::-1] if self.text == "first" else out, 1)
         return out.transpose(1, 2)

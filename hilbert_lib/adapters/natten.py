@@ -129,10 +129,10 @@ def _neighbourhood(
     sizes = {"kernel_size": kernel_size, "stride": 1 if stride is None else stride}
     sizes["dilation"] = 1 if dilation is None else dilation
     window, stride, dilation = (_by_axis(name, values, axes) for name, values in sizes.items())
-    for axis, (side, size, rate) in enumerate(zip(grid, window, dilation, strict=True)):
-        if size * rate > side:
+    for axis, (cells, size, rate) in enumerate(zip(grid, window, dilation, strict=True)):
+        if size * rate > cells:
             raise ValueError(
-                f"kernel_size * dilation must be at most the {side} cells of axis {axis}, got {size} * {rate}"
+                f"kernel_size * dilation must be at most the {cells} cells of axis {axis}, got {size} * {rate}"
             )
     return Neighbourhood(tuple(grid), window, dilation, stride, False if is_causal is None else is_causal)
 

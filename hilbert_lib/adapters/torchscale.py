@@ -74,7 +74,7 @@ def to_torchscale(model: nn.Module) -> dict[str, Tensor]:
 
 def _is_dilated(layer: nn.Module) -> bool:
     args = getattr(layer, "args", None)
-    is_called_so = any(each.__name__ == "DilatedAttention" for each in type(layer).__mro__)
+    is_called_so = any(base.__name__ == "DilatedAttention" for base in type(layer).__mro__)
     return is_called_so and hasattr(args, "segment_length") and hasattr(args, "dilated_ratio")
 
 

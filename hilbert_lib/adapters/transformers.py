@@ -135,8 +135,8 @@ def _kind_of(mask_function: Callable, local_size: int | None, implementation: st
             (masks.sliding_window_causal_mask_function(local_size), local_size, True),
             (masks.sliding_window_bidirectional_mask_function(local_size), local_size, False),
         ]
-    for known, window, is_causal in kinds:
-        if _are_same(mask_function, known):
+    for mask, window, is_causal in kinds:
+        if _are_same(mask_function, mask):
             return window, is_causal
     raise ValueError(
         f"{implementation!r} serves causal and bidirectional masks, with or without a sliding window; this model makes "
@@ -144,16 +144,19 @@ def _kind_of(mask_function: Callable, local_size: int | None, implementation: st
     )
 
 
-def _are_same(one: object, other: object) -> bool:
+def _are_same(function: object, reference: object) -> bool:
     # Whether two functions have one code and equal values around it: transformers makes its functions anew each time.
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_are_same, one, other))
-    if not (hasattr(one, "__code__") and hasattr(other, "__code__")):
-        return type(one) is type(other) and one == other
-    if one.__code__ is not other.__code__ or torch.compiler.is_compiling():
-        return one.__code__ is other.__code__
-    cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-    return _are_same(*cells)
+    if isinstance(function, tuple) and isinstance(reference, tuple):
+        return len(function) == len(reference) and all(map(_are_same, function, reference))
+    if not (hasattr(function, "__code__") and hasattr(reference, "__code__")):
+        return type(function) is type(reference) and function == reference
+    if function.__code__ is not reference.__code__ or torch.compiler.is_compiling():
+        return function.__code__ is reference.__code__
+    return _are_same(_closed_over(function), _closed_over(reference))
+
+
+def _closed_over(function: Callable) -> tuple:
+    return tuple(cell.cell_contents for cell in function.__closure__ or ())
 
 
 def _padding(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> Tensor | None:
@@ -169,11 +172,11 @@ def _padding(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> T
 def _check_holes(padding: Tensor) -> None:
     # Padding between tokens is no place to count positions from.
     begins = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + ~padding[:, 0]
-    said = "attention_mask must hide tokens before and after a sequence alone, got a hidden token between two others"
+    message = "attention_mask must hide tokens before and after a sequence alone, got a hidden token between two others"
     if torch.compiler.is_compiling():
-        assert_async((begins <= 1).all(), said)
+        assert_async((begins <= 1).all(), message)
     elif bool((begins > 1).any()):
-        raise ValueError(f"{said}; pad prompts on the left")
+        raise ValueError(f"{message}; pad prompts on the left")
 
 
 def window_attention(
