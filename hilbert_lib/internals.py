@@ -545,6 +545,13 @@ def _map_of(make: Callable, meta: dict, unread: tuple, x: object) -> list:
 # Gluon's names.
 
 
+def group_barrier():
+    """Gluon's barrier of the warps of a group: `barrier` from Triton 3.7 on, which 3.6 calls `thread_barrier`."""
+    from triton.experimental.gluon import language
+
+    return language.barrier if hasattr(language, "barrier") else language.thread_barrier
+
+
 def async_load():
     """Gluon's copy from global to shared memory: (descriptor, coordinates, barrier, tile).
 

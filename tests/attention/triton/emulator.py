@@ -245,6 +245,7 @@ LANGUAGE = SimpleNamespace(
     static_range=range,
     static_assert=static_assert,
     program_id=lambda axis: Value(np.int64(running.ids[axis])),
+    barrier=lambda: None,  # the threads of a group run as one
     num_programs=lambda axis: Value(np.int64(running.grid[axis])),
     allocate_shared_memory=allocate,
     warp_specialize=lambda parts, warps, registers: running.split(parts, warps),

@@ -209,7 +209,14 @@ def clear(NUMBER: gl.constexpr, sums, FORM: gl.constexpr):
     number = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # [128]
     for first in range(NUMBER * HALF, (NUMBER + 1) * HALF, 128):
         _taken(sums.address + 4 * (first + number))
-    mbarrier.arrive(sums.free.index(0))
+    _arrive(sums.free)
+
+
+@gluon.jit
+def _arrive(barrier):
+    """Arrive for a group once all of its warps are here. Triton does not see what assembly does in shared memory."""
+    tiles.group_barrier()
+    mbarrier.arrive(barrier.index(0))
 
 
 @gluon.jit
@@ -223,7 +230,7 @@ def begin(sums, h, turn):
 def flush(NUMBER: gl.constexpr, sums, h, turn, FORM: gl.constexpr):
     """Add the sums of a tile to those of the launch, once both groups have added theirs; each group moves a half."""
     HALF: gl.constexpr = _words(FORM) // 2
-    mbarrier.arrive(sums.full.index(0))
+    _arrive(sums.full)
     mbarrier.wait(sums.full.index(0), turn & 1)
     number = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # [128]
     total = sums.total + h.to(gl.int64) * _size(FORM)
@@ -231,7 +238,7 @@ def flush(NUMBER: gl.constexpr, sums, h, turn, FORM: gl.constexpr):
         place = first + number  # [128]
         value = _taken(sums.address + 4 * place)  # [128]
         gl.atomic_add(total + place, value.to(gl.int64), mask=(place < _size(FORM)) & (value != 0), sem="relaxed")
-    mbarrier.arrive(sums.free.index(0))
+    _arrive(sums.free)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 FIRST_BARRIER = gl.constexpr(8)  # number of the first hardware barrier that is free; Triton takes those below it
 GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps, and of one wgmma
 # These have other names in other releases of Triton.
+group_barrier = internals.group_barrier()
 async_load = internals.async_load()
 async_store = internals.async_store()
 async_add = internals.async_add()
