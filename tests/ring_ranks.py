@@ -13,13 +13,24 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
+from math import prod
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import oracle
 import torch
 import torch.distributed as dist
-from cases import BRANCHES, LARGE_RULES, ORDERS, SCALE, drawn_dlse, expected_on_grid, shape_of
+from cases import (
+    BRANCHES,
+    LARGE_RULES,
+    ORDERS,
+    SCALE,
+    drawn_dlse,
+    drawn_joint,
+    expected_on_grid,
+    neighbourhoods,
+    shape_of,
+)
 from interpreted import confine
 from torch.utils.checkpoint import checkpoint
 
@@ -574,6 +585,52 @@ def compare_on_grid(
     return errors_of_rows(mine, one, truth, rows)
 
 
+def compare_joint(
+    rules: str, shards: dict, *, heads: list = (2, 4, 2), dtype: str = "float64", backend: str = "auto",
+    padded: bool = True,
+) -> dict:  # fmt: skip
+    """`compare_on_grid` with extra queries beside the grid."""
+    dtype, near, shape = getattr(torch, dtype), neighbourhoods(rules, "one"), shape_of(rules)
+    spread, (rank, ranks) = shards_of(shape, **shards), (dist.get_rank(), dist.get_world_size())
+    rows, cells = spread.cells(shape, rank), prod(shape)
+    given, other = (drawn_joint(cells, heads, dtype=dtype, seed=n) for n in (0, 1))
+    generator = torch.Generator().manual_seed(2)
+    hidden, extra_hidden = torch.rand(heads[0], cells, generator=generator) < 0.4, torch.zeros(heads[0], 3) > 0
+    extra_hidden[:, 1] = True
+    masks = {"key_padding_mask": hidden, "extra_padding_mask": extra_hidden} if padded else {}
+    douts, share = (other["q"], other["extra_q"]), (rank + 1) / (ranks * (ranks + 1) / 2)
+
+    def run(call, tensors, own, of_extra, **options):
+        leaves = {}
+        for name, x in tensors.items():
+            leaves[name] = (x if name.startswith("extra") else x[:, own]).to(device()).requires_grad_()
+        out, lse, extra_out, extra_lse = call(**leaves, **options)
+        finite = torch.where(extra_lse == -torch.inf, 0.0, extra_lse).sum()
+        loss = (out * douts[0][:, own].to(out)).sum() + of_extra * ((extra_out * douts[1].to(out)).sum() + finite)
+        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        return {"out": out, "lse": lse.transpose(1, 2), "extra_out": extra_out, "extra_lse": extra_lse} | grads
+
+    whole, options = slice(None), {"backend": backend, "return_lse": True}
+    exact_tensors = {name: x.double() for name, x in given.items()}
+    exact = run(partial(oracle.joint_attention, pattern=near), exact_tensors, whole, 1.0, **masks)
+    one = run(partial(neighbourhood_attention, neighbourhood=near), given, whole, 1.0, **options, **masks)
+    if padded:
+        masks["key_padding_mask"] = hidden[:, rows]
+    call = partial(ring_neighbourhood_attention, neighbourhood=near, shards=spread)
+    errors = {}
+    for name, x in run(
+        call, given, rows, share, **options, **{key: x.to(device()) for key, x in masks.items()}
+    ).items():
+        x, truth, single = (y.detach().double().to(device()) for y in (x, exact[name], one[name]))
+        if name in ("extra_q", "extra_k", "extra_v"):
+            dist.all_reduce(x)
+        if not name.startswith("extra"):
+            truth, single = truth[:, rows], single[:, rows]
+        assert x.shape == truth.shape, name
+        errors[name] = squared_error(x, truth), squared_error(single, truth)
+    return errors
+
+
 def grid_inputs(rows: int | None = None, **options) -> list[torch.Tensor]:
     rows = 48 // dist.get_world_size() if rows is None else rows
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -590,6 +647,7 @@ def disagree_on_grid(**asked) -> list[str]:
             "shards": lambda parts: Rectangles(tuple(parts)),
             "key_padding_mask": lambda _: torch.zeros(q.shape[:2], dtype=torch.bool, device=device()),
             "requires_grad": lambda _: q.requires_grad_(),
+            "extra_q": lambda _: torch.zeros(1, 3, 2, 4, device=device()),
             "bias": lambda _: torch.zeros(2, 5, 9, device=device()),
         }
         options = {name: made[name](value) if name in made else value for name, value in asked.items()}

@@ -18,11 +18,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import check_neighbourhood, computed
+from hilbert_lib.attention.api import UNSERVED, check_neighbourhood, computed
 from hilbert_lib.attention.autograd import needs_gradient
+from hilbert_lib.attention.joint import extra_attention, joint_call, joint_refusal
 from hilbert_lib.attention.request import BIAS, Request, Tensors
 from hilbert_lib.attention.transforms import uncompiled, unserved_derivative
-from hilbert_lib.attention.validation import validated
+from hilbert_lib.attention.validation import as_cast, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.internals import untraced
 from hilbert_lib.ordering import Ordering, OrderingSpec
@@ -33,10 +34,9 @@ from hilbert_lib.patterns.union import Union
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
 from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.rank.call import RankCall, agreed_already, by_pattern
+from hilbert_lib.ring.rank.joint import merged_over_ranks, without_extra_keys
 from hilbert_lib.ring.spread import DEFAULTS, GridSpread, SequenceSpread, Spread, check_served, spread_of
 
-# Options of `attend` that no ring takes, and the reason.
-UNSERVED = {"extra_q": "extra queries see the cells of all ranks, and no rank holds these"}
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 
 
@@ -60,6 +60,7 @@ def ring_attend(
     memory_limit: int | None = None,
     shards: Shards | None = None,
     ordering: Ordering | None = None,
+    extra_q: Tensor | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     extra_padding_mask: Tensor | None = None,
@@ -84,7 +85,7 @@ def ring_attend(
         key_padding_mask: (batch, rows) bool, True = no weight, of this rank's tokens.
         is_causal, dropout_p, kv_ordering, transport, weights: for sequences alone, as in `ring_dilated_attention`.
         memory_limit: likewise, and not for a `Union`.
-        shards, ordering, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
+        shards, ordering, extra_q, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
             `ring_neighbourhood_attention`. A `Union` takes no bias.
         validate: whether ranks compare their arguments before they send anything, as in these two.
 
@@ -122,6 +123,7 @@ def ring_attend(
         memory_limit=memory_limit,
         shards=shards,
         ordering=ordering,
+        extra_q=extra_q,
         extra_k=extra_k,
         extra_v=extra_v,
         extra_padding_mask=extra_padding_mask,
@@ -230,6 +232,7 @@ def ring_neighbourhood_attention(
     ordering: Ordering | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     scale: float | None = None,
+    extra_q: Tensor | None = None,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
@@ -255,13 +258,17 @@ def ring_neighbourhood_attention(
         ordering: instead of shards: each rank holds a run of its slots, as many as `shard` gives it.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
         scale, backend, return_lse: as in `neighbourhood_attention`.
+        extra_q: likewise, the same on all ranks. Each rank computes them over its own cells; these results travel, and
+            are merged by lse. Each rank's gradients of extra_q are those of its own cells: their sum over the ranks is
+            the gradient. All ranks run the backward of the extra results, or none does.
         extra_k, extra_v, extra_padding_mask, bias: likewise, the same on all ranks; each rank's gradients of them are
-            those of its own queries.
+            those of its own queries, and of one rank those of the extra queries.
         key_padding_mask: (batch, rows) bool, True = no weight, of this rank's cells.
         validate: whether ranks compare their arguments before they send anything: if these differ, all raise.
 
     Returns:
-        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), differentiable.
+        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), differentiable. With extra_q
+        as `neighbourhood_attention`; extra_out and extra_lse are the same on all ranks.
 
     Raises:
         TypeError, ValueError: as `neighbourhood_attention` and `plan_halo`. With validate, an error on one rank is
@@ -286,6 +293,7 @@ def ring_neighbourhood_attention(
         key_padding_mask=key_padding_mask,
         shards=shards,
         ordering=ordering,
+        extra_q=extra_q,
         extra_k=extra_k,
         extra_v=extra_v,
         extra_padding_mask=extra_padding_mask,
@@ -312,11 +320,12 @@ class _CheckedCall(NamedTuple):
     spread: Spread
     backend: str
     group: ProcessGroup
+    extra_q: Tensor | None
 
 
-def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor | tuple[Tensor, Tensor]:
+def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor | tuple[Tensor, ...]:
     """The call: options are those of `attend`, and of how tokens are spread."""
-    options = DEFAULTS | {"ordering": None, "kv_ordering": None} | options
+    options = DEFAULTS | {"ordering": None, "kv_ordering": None, "extra_q": None} | options
     group = resolved(group)
     if group.size() == 1:
         boolean("validate", validate)
@@ -325,7 +334,15 @@ def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor
     check = partial(_checked, door, q, k, v, pattern, options, group, validate)
     call, lengths, agreement = _agree(door, check, group, validate)
     out, lse = _begin_early(call, lengths, agreement) if agreement else _run(call, lengths)
-    return (out, lse) if options["return_lse"] else out
+    if call.extra_q is None:
+        return (out, lse) if options["return_lse"] else out
+    holder = next(rank for rank, count in enumerate(lengths) if count)  # which computes the extra keys, too
+    inputs, request = call.tensors, call.request
+    if group.rank() != holder:
+        inputs, request = without_extra_keys(inputs, request)
+    extra_out, extra_lse = extra_attention(call.extra_q, inputs, request, call.backend, return_lse=True, level=5)
+    extra_out, extra_lse = merged_over_ranks(extra_out, extra_lse, group)
+    return (out, lse, extra_out, extra_lse) if options["return_lse"] else (out, extra_out)
 
 
 def _spread(door: _Door, pattern: object, options: dict, ranks: int) -> tuple[Pattern, Spread, dict]:
@@ -341,8 +358,13 @@ def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, 
     tensors, request = validated(q, k, v, pattern, **options | spread.for_shard(k, group.rank()))
     if reason := unserved_derivative(door.function, tensors):
         raise TypeError(reason)
-    spread.check_backend(tensors, request, options["backend"], group)
-    return _CheckedCall(door.function, tensors, request, spread, options["backend"], group)
+    backend, extra_q = options["backend"], options["extra_q"]
+    spread.check_backend(tensors, request, backend, group)
+    if extra_q is not None:
+        extra_q = as_cast(extra_q)
+        if backend != "auto" and (refused := joint_refusal(*joint_call(extra_q, tensors, request), backend)):
+            raise ValueError(f"backend={backend!r} {refused}")
+    return _CheckedCall(door.function, tensors, request, spread, backend, group, extra_q)
 
 
 def _words(call: _CheckedCall) -> dict[str, str]:
@@ -355,7 +377,8 @@ def _words(call: _CheckedCall) -> dict[str, str]:
     options |= call.spread.words
     options["extra_k"] = None if tensors.extra_k is None else tuple(tensors.extra_k.shape)
     options["bias"] = None if tensors.bias is None else f"{tensors.bias.dtype} of shape {tuple(tensors.bias.shape)}"
-    options |= {"backend": call.backend, "requires_grad": needs_gradient(*tensors)}
+    options["extra_q"] = None if call.extra_q is None else tuple(call.extra_q.shape)
+    options |= {"backend": call.backend, "requires_grad": needs_gradient(*tensors, call.extra_q)}
     return in_words(tensors.q, tensors.k, options)
 
 

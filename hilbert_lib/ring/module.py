@@ -145,7 +145,7 @@ class RingNeighbourhoodAttention(_RingAttention):
 
         Args:
             q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim).
-            options: key_padding_mask, extra_k, extra_v, extra_padding_mask, bias and return_lse, as there.
+            options: key_padding_mask, extra_q, extra_k, extra_v, extra_padding_mask, bias and return_lse, as there.
         """
         refuse_tracers(q, k, v)
         return ring_neighbourhood_attention(q, k, v, self.neighbourhood, **self._call_options(), **options)

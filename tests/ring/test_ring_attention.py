@@ -227,6 +227,18 @@ for ranks, rules, heads, kind, more, dtype in (
 ):
     HALOS[ranks] += [{"rules": rules, "shards": spread(kind, RULES[rules][0], ranks), "heads": heads, "more": more}]
     HALOS[ranks][-1] |= {"dtype": dtype, "backend": "reference" if dtype == "float64" else "auto"}
+# Extra queries beside the grid; a rank without cells, and keys and masks of all kinds.
+JOINT_RINGS = {
+    2: [
+        {"rules": "plane", "shards": {"parts": [1, 2], "cuts": [None, [3]]}},
+        {"rules": "line", "shards": {"parts": [2], "cuts": [[23]]}, "dtype": "float32"},
+        {"rules": "plane, wrapped", "shards": {"parts": [2, 1]}, "backend": "reference", "padded": False},
+    ],
+    3: [
+        {"rules": "plane", "shards": {"order": "hilbert", "lengths": [0, 50, 58]}, "dtype": "float32"},
+        {"rules": "line", "shards": {"parts": [3], "cuts": [[0, 9]]}, "dtype": "bfloat16"},
+    ],
+}
 # Interpreted where there is no GPU, which takes long.
 HALOS[8] += [
     {"rules": "line", "heads": "windows", "shards": CUT[8, 1], "more": "extra and padding", "backend": "triton"}
@@ -290,6 +302,7 @@ ON_GRIDS = {
     "mask": ({"key_padding_mask": True}, ("key_padding_mask", "None on rank 0", "a tensor on rank 1")),
     "scale": ({"scale": 0.25}, ("scale", "0.5 on rank 0", "0.25 on rank 1")),
     "bias": ({"bias": True}, ("bias", "None on rank 0", "float32 of shape (2, 5, 9)", "on rank 1")),
+    "extra_q": ({"extra_q": True}, ("extra_q", "None on rank 0", "(1, 3, 2, 4) on rank 1")),
     "backend": ({"backend": "flex"}, ("backend='flex' cannot serve",)),
     "validate": ({"validate": "no"}, ("validate must be True or False, got 'no'",)),
 }
@@ -375,6 +388,8 @@ for ranks, cases in HALOS.items():
     CALLS[ranks] += [["compare_on_grid", case] for case in cases]
 for ranks, cases in COUNTED_HALOS.items():
     CALLS[ranks] += [["ring_costs:count_bytes_on_grid", case] for case in cases]
+for ranks, cases in JOINT_RINGS.items():
+    CALLS[ranks] += [["compare_joint", case] for case in cases]
 CALLS[2] += [["promises_on_grid", {}], ["promises_of_a_union", {}]]
 CALLS[2] += [["parts_asked_about", {"transport": transport}] for transport in TRANSPORTS]
 CAPTURED = [
@@ -455,6 +470,12 @@ def test_on_a_grid_too(ranks, backend):
         calls = [1 + case.get("padded", False), 1] if travels else [0, 0]  # also of a rank that nothing reaches
         for counted, planned, called in found:
             assert (counted, called) == (planned, calls), case
+
+
+@pytest.mark.parametrize("ranks", JOINT_RINGS)
+def test_extra_queries_see_the_cells_of_all_ranks(ranks, backend):
+    for case in JOINT_RINGS[ranks]:
+        check_error(case, answers(ranks, "compare_joint", case, backend))
 
 
 def test_promises_on_a_grid_are_kept(backend):

@@ -7,5 +7,6 @@ local      the rank's own tensors by rows, and sums over them
 passes     its forward and backward
 halo       the same on a grid; `halo_layout` its part of that plan
 copies     rows of a grid by index: copied and summed
+joint      extra queries over the cells of all ranks
 call       the patterns of a union one after the other
 """

@@ -33,8 +33,6 @@ from hilbert_lib import (
     dilated_attention,
     explain_backend,
     neighbourhood_attention,
-    ring_attend,
-    ring_neighbourhood_attention,
 )
 from hilbert_lib.attention import api, known_calls, operators
 from hilbert_lib.attention.backends import flex
@@ -314,12 +312,6 @@ def test_extra_tokens_of_a_module_attend_by_its_projections():
         module(x, return_extra=True)
     with pytest.raises(ValueError, match="extra_padding_mask must be None where extra_k is None"):
         module(x, extra_padding_mask=extra_hidden)
-
-
-@pytest.mark.parametrize("function", [ring_attend, ring_neighbourhood_attention])
-def test_a_ring_refuses_extra_queries_by_name(function):
-    with pytest.raises(TypeError, match=f"{function.__name__} serves no extra_q: extra queries see the cells of all"):
-        function(*(TENSORS[name] for name in "qkv"), NEAR, extra_q=EXTRA_Q)
 
 
 def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch):
