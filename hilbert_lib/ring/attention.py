@@ -325,7 +325,7 @@ class _CheckedCall(NamedTuple):
 
 def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor | tuple[Tensor, ...]:
     """The call: options are those of `attend`, and of how tokens are spread."""
-    options = DEFAULTS | {"ordering": None, "kv_ordering": None, "extra_q": None} | options
+    options = DEFAULTS | {"ordering": None, "kv_ordering": None} | options
     group = resolved(group)
     if group.size() == 1:
         boolean("validate", validate)
@@ -358,7 +358,7 @@ def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, 
     tensors, request = validated(q, k, v, pattern, **options | spread.for_shard(k, group.rank()))
     if reason := unserved_derivative(door.function, tensors):
         raise TypeError(reason)
-    backend, extra_q = options["backend"], options["extra_q"]
+    backend, extra_q = options["backend"], options.get("extra_q")
     spread.check_backend(tensors, request, backend, group)
     if extra_q is not None:
         extra_q = as_cast(extra_q)
