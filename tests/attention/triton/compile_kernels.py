@@ -368,6 +368,19 @@ def of_warp_specialised(kernel, ptxas_log: str) -> dict:
     }
 
 
+def unjoined_arrivals(ptx: str) -> int:
+    """Arrivals of a group at a barrier whose warps need not have done their assembly's work in shared memory."""
+    count, is_pending = 0, False
+    for line in ptx.splitlines():
+        if "red.shared" in line or "ld.shared.s32" in line:
+            is_pending = True
+        elif "bar.sync" in line:
+            is_pending = False
+        elif "mbarrier.arrive.shared" in line:
+            count += is_pending
+    return count
+
+
 def facts(name: str, architecture: int) -> dict:
     """What a kernel's speed and exactness rest on, and a hash of its PTX."""
     kernel, *rest = kernels_for(architecture)[name]
@@ -382,6 +395,7 @@ def facts(name: str, architecture: int) -> dict:
         "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
         "overwritten": overwritten_tiles(made.asm["ttgir"]),
         "transposed": transposed_products(made.asm["ttgir"]),
+        "unjoined": unjoined_arrivals(ptx),
         **(of_warp_specialised(made, log.getvalue()) if name.startswith("hopper") else {}),
     }
 

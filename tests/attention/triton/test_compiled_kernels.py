@@ -132,6 +132,7 @@ def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper
 def test_a_bias_costs_no_program_and_no_wait(on_hopper, some):
     for name, facts in some("hopper bias", 1, 6).items():
         assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
+        assert facts["unjoined"] == 0, name
         if "dq" in name:  # the sums of the gradient of a bias have room beside its tiles
             room, *_ = box_launch.BESIDE_SUMS[int(name.split()[-1])][0]
             assert facts["shared"] + room <= 227 * 1024
