@@ -1,5 +1,7 @@
 """Launches of the plain kernels for packed lists: arguments of the three kernels of `lists`."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from hilbert_lib.attention.triton.arguments import Config, as_asked, as_computed
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.lists import LISTED, delta_kernel, key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
 
 # Parts of tiles are small ones, so that tests without a GPU see them.
@@ -37,7 +40,16 @@ def config_of(kernel: str, q: Tensor) -> Config:
     if is_interpreted():
         return INTERPRETED[kernel]
     configs = CONFIGS[kernel].items()
-    return next(config for (size, largest), config in configs if size == q.element_size() and q.shape[-1] <= largest)
+    config = next(x for (size, largest), x in configs if size == q.element_size() and q.shape[-1] <= largest)
+    return config if limits_registers(q.device) else replace(config, maxnreg=None)
+
+
+def limits_registers(device: torch.device) -> bool:
+    """Whether a GPU's registers are limited as `CONFIGS` says: on Hopper, where that was measured.
+
+    Products of other GPUs need more of them, and would keep those in memory.
+    """
+    return get_gpu_info(device).architecture == "Hopper"
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:

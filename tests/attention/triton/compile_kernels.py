@@ -193,9 +193,10 @@ def copy_kernels() -> dict[str, tuple]:
     return found
 
 
-def list_kernels() -> dict[str, tuple]:
+def list_kernels(architecture: int) -> dict[str, tuple]:
     """What reads packed lists, as it is launched: without options, and with extra keys and masks; what makes them."""
     found, starts = {}, []
+    lists_launch.limits_registers = lambda device: architecture == 90
     lists_launch.start = lambda make, *_, **__: starts.extend(make())
     for columns, more in ((64, False), (128, True)):
         starts.clear()
@@ -338,7 +339,7 @@ def hopper_kernels() -> dict[str, tuple]:
 def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
     every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels() | copy_kernels()
-    every |= list_kernels()
+    every |= list_kernels(architecture)
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
