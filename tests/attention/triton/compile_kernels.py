@@ -70,6 +70,8 @@ ROLES = {
     "query_kernel": (("forward", "dq"), "BACKWARD"),
     "backward_kernel": (("dq", "dkv"), "OF_KEYS"),
     "key_kernel": (("dkv", "extra"), "EXTRA"),
+    "pair_kernel": (("pairs",), ""),
+    "entry_kernel": (("entries",), ""),
 }
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
@@ -303,24 +305,27 @@ def type_of(x) -> str:
     return kinds[x.dtype] if isinstance(x, torch.Tensor) else "fp32" if isinstance(x, float) else "i32"
 
 
+PLANE = Neighbourhood((64, 64), 17)
+VOLUME = Neighbourhood((12, 24, 24), (3, 5, 7), dilation=(1, 2, 1), edge=("wrap", "clip", "shift"))
+
+
 def for_grids(module, of: str) -> dict[str, tuple]:
     """A module's kernels for grids: of a plane, and of a volume with all that a call may ask for."""
-    plane = Neighbourhood((64, 64), 17)
-    volume = Neighbourhood((12, 24, 24), (3, 5, 7), dilation=(1, 2, 1), edge=("wrap", "clip", "shift"))
     return {
         f"{of} {name} {columns} {more}": call
-        for columns, (near, more) in product((64, 128), ((plane, False), (volume, True)))
+        for columns, (near, more) in product((64, 128), ((PLANE, False), (VOLUME, True)))
         for name, call in launched(module, columns, near, more)
     }
 
 
-def box_kernels_with_bias() -> dict[str, tuple]:
-    """The kernels by boxes of a plane with a bias."""
-    return {
+def kernels_with_bias() -> dict[str, tuple]:
+    """The kernels by boxes of a plane with a bias, and the plain ones of a volume with all that a call may ask for."""
+    by_boxes = {
         f"hopper bias {name} {columns}": call
         for columns in (64, 128)
-        for name, call in launched(box_launch, columns, Neighbourhood((64, 64), 17), False, True)
+        for name, call in launched(box_launch, columns, PLANE, False, True)
     }
+    return by_boxes | {f"grid bias {name} 64": call for name, call in launched(grid_launch, 64, VOLUME, True, True)}
 
 
 def hopper_kernels() -> dict[str, tuple]:
@@ -343,7 +348,7 @@ def kernels_for(architecture: int) -> dict[str, tuple]:
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
-    return every | hopper_kernels() | grids | box_kernels_with_bias()
+    return every | hopper_kernels() | grids | kernels_with_bias()
 
 
 def sass_of(kernel) -> str:
@@ -407,6 +412,7 @@ SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "c
 SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopper forward 64 True False")
 SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
+SAMPLE += ("grid bias pairs 64",)
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"
