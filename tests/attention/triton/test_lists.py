@@ -120,7 +120,7 @@ def test_what_is_no_number_in_v_reaches_only_those_who_see_it():
     inputs, request, mask = drawn(70, 80, (2, 2), 16, extra=2)
     for bad in (torch.nan, torch.inf):
         v = inputs.v.clone()
-        v[0, 7, 1, 3] = bad
+        v[0, [1, 7], 1, 3] = bad  # nobody sees the first
         out, lse = launch.forward(inputs._replace(v=v), request)
         clean, clean_lse = launch.forward(inputs, request)
         sees = torch.zeros(out.shape, dtype=torch.bool)
@@ -133,6 +133,7 @@ def test_what_is_no_number_in_v_reaches_only_those_who_see_it():
         grads = launch.backward(dout, inputs._replace(v=v), clean, lse, request)
         assert grads.q[0, ~mask[:, 7]].isfinite().all()
         assert grads.v.isfinite().all()
+        assert not grads.k[:, 1].any()
         assert grads.k[:, torch.arange(80) != 7].isfinite().all()
 
 
