@@ -639,7 +639,7 @@ def positions(box, shape: tuple[int, ...]) -> Tensor:
 def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4, has_bias=False) -> None:
     """Run attention of a part of a grid and compare it with that of the whole: output, lse and gradients.
 
-    backend: a name, or its forward and backward. has_bias: a bias is for parts whose rows are all computed.
+    backend: a name, or its forward and backward.
     """
     forward, backward = backend if isinstance(backend, tuple) else (operators.attention, operators.attention_backward)
     named = () if isinstance(backend, tuple) else (backend,)

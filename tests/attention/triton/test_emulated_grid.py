@@ -114,8 +114,11 @@ def test_a_bias_of_a_volume_equals_the_oracles_in_boxes_of_every_shape(sources, 
     assert sources.grids._box_of(VOLUMES[box]) == box
 
 
-@pytest.mark.parametrize(("part", "head_dim"), [("amid a plane", 64), ("all along what goes round", 16)])
-def test_a_box_of_queries_has_the_bias_of_the_whole(sources, part, head_dim):
+@pytest.mark.parametrize(
+    ("part", "head_dim"),
+    [("amid a plane", 64), ("all along what goes round", 16), ("inside", 16), ("round the end", 128)],
+)
+def test_a_part_of_a_grid_has_the_bias_of_the_whole(sources, part, head_dim):
     functions = sources.grids.forward, sources.grids.backward
     check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=head_dim, has_bias=True)
 

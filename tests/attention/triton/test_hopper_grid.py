@@ -301,8 +301,9 @@ def test_a_bias_that_is_no_number_reaches_only_those_who_see_it():
     assert (out - exact)[~reached].norm() < 4e-3 * exact.norm()
 
 
-def test_a_box_of_queries_has_the_bias_of_the_whole():
-    for part, head_dim in (("amid a plane", 64), ("all along what goes round", 128), ("frames of a film", 64)):
+def test_a_part_of_a_grid_has_the_bias_of_the_whole():
+    parts = ("amid a plane", 64), ("all along what goes round", 128), ("inside", 128), ("round the end", 64)
+    for part, head_dim in parts:
         check_part(boxed_part(part), "hopper", DEVICE, torch.bfloat16, head_dim, has_bias=True)
 
 

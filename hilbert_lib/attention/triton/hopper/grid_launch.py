@@ -50,8 +50,6 @@ def refusal(q: Tensor, request: Request) -> str:
     for n, axis in enumerate(axes):
         if axis.cells % axis.dilation:
             return f"serves sides that are multiples of dilation, got {axis.cells} and {axis.dilation} along axis {n}"
-    if request.has_bias and request.part and request.part.rows != request.part.queries:
-        return "adds no bias where not all rows of q are computed"
     return _refusal_of_bias_gradient(q, request) if request.bias_gradient else ""
 
 
