@@ -44,9 +44,6 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import shifts
 from hilbert_lib.attention.validation import validated
 
-box_launch = pytest.importorskip(
-    "hilbert_lib.attention.triton.hopper.grid_launch", reason="triton has no build for this platform"
-)
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 BACKENDS = ("reference", "eager")
 
@@ -408,6 +405,9 @@ def test_auto_passes_over_what_does_not_serve_it():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_boxes_refuse_the_gradient_of_large_windows_by_name(head_dim):
+    box_launch = pytest.importorskip(
+        "hilbert_lib.attention.triton.hopper.grid_launch", reason="triton has no build for this platform"
+    )
     window = 43
     q = torch.empty(1, 64 * 64, 1, head_dim, dtype=torch.bfloat16, device="meta")
     for side, refused in ((window - 2, False), (window, True)):
