@@ -11,7 +11,8 @@ rules of windows):
 
 dk and dv come from tiles of keys, which walk over the queries that see them. Extra keys come last. There are no
 atomics: the bits are the same every time. For a part of a grid `boxes` holds eight numbers an axis: the first cell of
-q, its number of cells, its first computed cell, its last computed cell + 1, and the same for k.
+q, its number of cells, its first computed cell, its last computed cell + 1, and the same for k. A bias is read from its
+table pair by pair; its gradient is in `grid_bias.py`.
 """
 
 import triton

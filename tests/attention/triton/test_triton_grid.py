@@ -7,8 +7,8 @@ from math import prod
 import pytest
 import torch
 from cases import (
+    BIASED,
     HEADS,
-    MORE,
     ORDERS,
     PARTS,
     RULES,
@@ -38,13 +38,13 @@ def is_slow(case):
     return pytest.mark.full if DEVICE == "cpu" and rows > 700 else ()
 
 
-@grids_in_pairs(DTYPES, WITH_DLSE, marks=is_slow)
+@grids_in_pairs(DTYPES, WITH_DLSE, more=BIASED, marks=is_slow)
 def test_output_lse_and_gradients_equal_the_oracle(case):
     *rest, with_dlse = case
     check_on_grid(*rest, "triton", device=DEVICE, with_dlse=with_dlse)
 
 
-@pytest.mark.parametrize("case", pairs_of_options(DTYPES, WITH_DLSE), ids=str)
+@pytest.mark.parametrize("case", pairs_of_options(DTYPES, WITH_DLSE, more=BIASED), ids=str)
 def test_options_in_pairs(case):
     *rest, with_dlse = case
     check_on_grid(*rest, "triton", device=DEVICE, with_dlse=with_dlse)
@@ -58,7 +58,7 @@ def test_windows_are_those_of_the_kv_head_of_each_group():
 @pytest.mark.parametrize("rules", every_rule(SMALL), ids=str)
 def test_all_options_together(rules):
     """Heads and dtypes in turn."""
-    for n, (order, more) in enumerate(product(ORDERS, MORE)):
+    for n, (order, more) in enumerate(product(ORDERS, BIASED)):
         check_on_grid(rules, list(HEADS)[n % 3], order, more, DTYPES[n // 3 % 2], "triton", device=DEVICE)
 
 
