@@ -43,9 +43,12 @@ from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import shifts
 from hilbert_lib.attention.validation import validated
+from hilbert_lib.machine import kernel_mode
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 BACKENDS = ("reference", "eager")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = pytest.mark.skipif(kernel_mode() != "interpreted", reason="of kernels on a CPU")
 
 
 def drawn(near=NEAR, heads=4, kv_heads=2, extra=3, dtype=torch.float64, **options):
@@ -78,6 +81,7 @@ KERNEL_RULES = {
 }
 
 
+@pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
 @pytest.mark.parametrize(
     ("rules", "order", "dtype", "programs"),
     [
@@ -91,9 +95,10 @@ def test_kernels_add_it_and_have_its_gradient(rules, order, dtype, programs, mon
     """programs: with few of them each adds up many tiles."""
     monkeypatch.setattr(shifts, "PROGRAMS", programs)
     case = KERNEL_RULES[rules], GROUPED_WINDOWS, order, "bias, extra and padding", dtype
-    check_on_grid(*case, "triton", 5, with_dlse=rules == "plane")
+    check_on_grid(*case, "triton", 5, DEVICE, with_dlse=rules == "plane")
 
 
+@INTERPRETED
 def test_kernels_read_a_bias_of_any_strides():
     *tensors, bias = drawn(dtype=torch.float32)
     run = partial(call, *tensors, neighbourhood=NEAR, backend="triton")
@@ -247,7 +252,7 @@ def test_the_operators_pass_opcheck(backend):
     torch.library.opcheck(torch.ops.hilbert_lib.attention_backward, (*saved, *arguments[6:]))
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("triton", marks=INTERPRETED)])
 def test_a_bias_in_float32_serves_halves_and_autocast(backend):
     *inputs, bias = drawn(dtype=torch.float32)
     dout = torch.randn_like(inputs[0])
@@ -334,7 +339,10 @@ def test_what_is_no_number_in_it_reaches_only_those_who_see_it():
     q, k, v, _, _, bias = drawn()
     bias[1, 4, 1] = torch.nan  # the key two rows on, in the same column
     right = bias_of(NEAR, bias, range(24), 2).isnan().any(-1)
-    for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+    for backend, dtype in [
+        ("reference", torch.float64),
+        *[("triton", torch.float32)] * (kernel_mode() == "interpreted"),
+    ]:
         out = neighbourhood_attention(*(x.to(dtype) for x in (q, k, v)), NEAR, bias=bias.to(dtype), backend=backend)
         assert out.isnan().any(-1).equal(right.T.expand(2, -1, -1))
 
