@@ -126,7 +126,7 @@ class GraphCache:
         return built
 
 
-_caches: "WeakSet[GraphCache]" = WeakSet()  # every one there is: these are all locks of the library
+_caches: "WeakSet[GraphCache]" = WeakSet()  # every one there is
 
 
 def _renew_all() -> None:

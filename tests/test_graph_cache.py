@@ -18,7 +18,7 @@ import torch
 
 import hilbert_lib
 from hilbert_lib.attention.backends import flex_masks
-from hilbert_lib.attention.triton import decode, packed, schedule
+from hilbert_lib.attention.triton import decode, packed, schedule, start
 from hilbert_lib.graph_cache import GraphCache, cached_for_graphs, made_to_share
 from hilbert_lib.ordering import ordering_tables
 
@@ -143,9 +143,22 @@ def test_a_child_does_not_wait_for_a_lock_that_a_thread_held_when_it_was_forked(
     assert tables(1, CPU) is kept
 
 
-def test_every_lock_of_the_library_is_that_of_a_cache():
-    """Another one would have to be renewed in a forked child, too."""
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform forks nothing")
+def test_a_child_does_not_wait_for_the_lock_of_launchers():
+    loaded = []
+    kernel = type("Kernel", (), {"run": property(lambda self: loaded.append(self))})()
+    with start._loading:
+        child = os.fork()
+        if not child:
+            faulthandler.dump_traceback_later(20, exit=True)
+            start._load(kernel)
+            os._exit(0 if loaded == [kernel] else 3)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_every_lock_of_the_library_is_renewed_in_a_forked_child():
     made = re.compile(r"\b(?:R?Lock|Condition|Semaphore|Barrier)\(")
     root = Path(hilbert_lib.__file__).parent
     holders = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if made.search(path.read_text("utf-8"))}
-    assert holders == {"graph_cache.py"}
+    assert holders == {"graph_cache.py", "attention/triton/start.py"}  # two tests above

@@ -17,6 +17,7 @@ dtypes and options. A recording holds the arguments of all its starts in one lis
 """
 
 import gc
+import os
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
@@ -292,3 +293,13 @@ def _load(compiled) -> None:
     # Python modules of one name: of two that are loaded at once, a kernel can be given the other's.
     with _loading:
         _ = compiled.run
+
+
+def _renew_after_fork() -> None:
+    # In a forked child, no thread is there that could free the lock.
+    global _loading
+    _loading = Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(after_in_child=_renew_after_fork)
