@@ -121,6 +121,20 @@ def test_along_a_sequence_it_is_one_softmax_over_the_keys_of_all(backend, is_cau
         torch.testing.assert_close(x.double(), right.double(), atol=close, rtol=close)
 
 
+@pytest.mark.parametrize("pattern", [NEAR_AND_FAR, BY_HEAD, BRANCHES, GROUPS])
+def test_its_masks_and_its_keys_are_those_of_its_parts(pattern):
+    positions = torch.arange(CELLS)
+    for head in range(2):
+        options, times = {"kv_head": head, "kv_heads": 2}, times_seen(pattern, range(CELLS), CELLS, head, 2)
+        parts = pattern.head_parts(head, 2)
+        assert torch.equal(sum(pattern.mask(part, positions, positions, **options).double() for part in parts), times)
+        for query in (0, 17, CELLS - 1):
+            keys = torch.cat([pattern.part_keys(part, query, CELLS, **options) for part in parts])
+            assert torch.equal(keys.bincount(minlength=CELLS).double(), times[query])
+    if pattern is NEAR_AND_FAR:
+        assert torch.equal(pattern.attends(positions[:, None], positions), times > 0)
+
+
 def test_branches_of_one_pattern_are_a_union_of_patterns():
     tensors = drawn()[:3]
     parts = Union((DilatedPattern((9,), (1,)), DilatedPattern((20,), (2,))))
