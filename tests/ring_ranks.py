@@ -727,8 +727,6 @@ def promises_of_a_union() -> dict:
 
 # Ranks as threads of one process: what the ring asks of `torch.distributed` while rows travel, and nothing else.
 
-PATIENCE = 20  # seconds that a rank waits for another one's rows, on a busy machine
-
 
 @dataclass(frozen=True)
 class Group:
@@ -754,6 +752,8 @@ class _Box:
         self._rows[next(self._sent)].set_result(rows.clone())
 
     def receive(self, into: torch.Tensor) -> SimpleNamespace:
+        from own_processes import PATIENCE  # ranks that are processes need not load it
+
         rows = self._rows[next(self._asked)]
         return SimpleNamespace(wait=lambda: into.copy_(rows.result(PATIENCE)))
 
