@@ -209,7 +209,8 @@ def _kernels(device: torch.device) -> tuple[Forward, Backward]:
 def _kernel_limits(q: Tensor, request: Request) -> str:
     if q.shape[0] > MOST_SEQUENCES:
         return f"serves up to {MOST_SEQUENCES:,} sequences, got {q.shape[0]:,}"
-    if (tiles := max(map(len, request.lists[2::4]), default=0)) > limits.TILES:
+    # Not `max(..., default=0)`: the compiler of torch 2.11 does not trace that.
+    if (tiles := max([0, *(len(listed) for listed in request.lists[2::4])])) > limits.TILES:
         return f"serves up to {limits.TILES:,} tiles of lists, got {tiles:,}"
     return kernel_limits(q, q.shape[1], request.scale)
 

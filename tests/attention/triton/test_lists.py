@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hilbert_lib import PointNeighbourhood, attend, explain_backend
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.patterns import point_lists
 from hilbert_lib.patterns.packed_lists import PackedLists
 from hilbert_lib.patterns.points import ListedPairs
@@ -179,14 +180,10 @@ def test_a_cuda_graph_replays_attention_over_points():
         out = run(*tensors)
         return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
 
-    for _ in range(3):  # compiled, recorded, replayed
-        right = step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     graph.replay()
     torch.cuda.synchronize()
-    assert all(map(torch.equal, found, right))
+    assert all(map(torch.equal, found, step()))
 
 
 @pytest.mark.gpu
