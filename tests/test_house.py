@@ -202,13 +202,18 @@ def test_forward_is_what_a_method_or_a_backends_function_is_called():
 @cache
 def kernels() -> dict[str, tile_shapes.Module]:
     """The modules with Triton kernels."""
-    below = {"hilbert_lib.attention.triton": ROOT / "attention" / "triton", "hilbert_lib.curves": ROOT / "curves"}
-    return {name: module for package, folder in below.items() for name, module in tile_shapes.read(folder, package)}
+    below = {"hilbert_lib.attention.triton": "attention/triton"}
+    below |= {f"hilbert_lib.{room}": room for room in ("curves", "patterns")}
+    return {name: module for package, room in below.items() for name, module in tile_shapes.read(ROOT / room, package)}
 
 
 def test_every_tile_of_a_kernel_says_its_shape():
     assert sum(len(module.kernels) for module in kernels().values()) > 100
     assert tile_shapes.unmarked(kernels()) == []
+    decorated = {
+        f"hilbert_lib.{name}" for name, text in sources().items() if re.search(r"^@(triton|gluon)\.jit", text, re.M)
+    }
+    assert decorated - {"hilbert_lib.lab.seed_kernel"} == {name for name, module in kernels().items() if module.kernels}
 
 
 @pytest.mark.parametrize(
