@@ -1,4 +1,4 @@
-"""What counts as a bool, an integer, a number, a sequence or a device: one judgement for every room."""
+"""Judgements of arguments, for every room: a bool, an integer, a number, a sequence, a device."""
 
 import difflib
 import functools

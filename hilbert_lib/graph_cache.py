@@ -79,7 +79,7 @@ class GraphCache:
         self._captured: dict[Hashable, object] = {}
 
     def renew_after_fork(self) -> None:
-        """In a forked child, free the lock that a thread held which is not there, and begin anew.
+        """Free the lock in a forked child, where the thread that held it is not there, and begin anew.
 
         That thread may have been half-way through a change. What it left is not freed: CUDA serves no forked child.
         """

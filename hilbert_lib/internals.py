@@ -482,7 +482,7 @@ def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None
 
 
 def launch_of(compiled: object, grid: tuple[int, ...]) -> tuple | None:
-    """How to start a compiled kernel of Triton without hooks, in less host time than `kernel[grid](...)`.
+    """A start of a compiled kernel of Triton without hooks, in less host time than `kernel[grid](...)`.
 
     Read in Triton 3.6 to 3.9: the launcher of a kernel, and what it gives its own C function. Without it: None, and
     Triton starts every kernel.

@@ -113,7 +113,7 @@ class WindowAttnProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: object = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What the layer's own processor returns; the arguments are those that it takes."""
+        """The result of the layer's own processor; the arguments are those that it takes."""
         return _processed(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -51,7 +51,7 @@ def register() -> None:
 
 
 class VisibleRows(BlockMask):
-    """Which rows of k the rows of q see, in the place of a mask.
+    """Rows of k that the rows of q see, in the place of a mask.
 
     It is a BlockMask by name alone: of that class `generate` hands a mask on as it is.
 
@@ -104,7 +104,7 @@ def visible_rows(
     allow_is_bidirectional_skip: bool = False,
     **options,
 ) -> VisibleRows:
-    """What a kind of layer sees; the arguments are those of the functions in transformers' `AttentionMaskInterface`."""
+    """`VisibleRows` of a kind of layer; arguments as of the functions in transformers' `AttentionMaskInterface`."""
     # torch.compile does not let a program look into a function: its code alone is compared. Masks with a function of
     # the user's are made with vmap. Packed documents are looked for where no mask is given, and forbid to skip it.
     is_plain = allow_is_causal_skip or allow_is_bidirectional_skip

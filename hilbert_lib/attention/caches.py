@@ -34,7 +34,7 @@ class KeyValueCache:
 
     @property
     def max_length(self) -> int:
-        """How many tokens of a sequence there is room for."""
+        """Tokens of a sequence that there is room for."""
         return self.k.shape[1]
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Which backend serves a call: by rule, with its reasons."""
+"""The choice of a backend for a call: by rule, with its reasons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, and why the others were passed over. `print` shows it as a table.
+    """The backend that serves a call, and why the others were passed over. `print` shows it as a table.
 
     Attributes:
         chosen: the backend's name; "" where none can serve.
@@ -181,7 +181,7 @@ def explain(
     q: Tensor, k: Tensor, call: Request, name: str, *, gradient: bool, lse_gradient: bool = False,
     has_ordering: bool = False,
 ) -> Explanation:  # fmt: skip
-    """What `choose` takes, and why not the others.
+    """The backend that `choose` takes, and why not the others.
 
     has_ordering: whether k and v of a sequence are stored in another order.
     """

@@ -35,7 +35,7 @@ def failure(function: str, backend: str, q: Tensor) -> str:
 
 
 def compiling(function: str, names: Sequence[str], q: Tensor) -> tuple[str, ...]:
-    """Those of some backends of which no kernel is known not to compile."""
+    """The backends, without those of which a kernel is known not to compile."""
     return tuple(name for name in names if not failure(function, name, q))
 
 

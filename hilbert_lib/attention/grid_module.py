@@ -108,7 +108,7 @@ class NeighbourhoodAttention(ProjectedAttention):
         return [2 * max(sizes) - 1 for sizes in zip(*by_head, strict=True)]
 
     def neighbourhoods(self, grid: tuple[int, ...]) -> Neighbourhood | tuple[Neighbourhood, ...]:
-        """Which cells of a grid a query sees: for all heads alike, or for each KV head."""
+        """The neighbourhood of all heads on a grid, or one for each KV head."""
         if not self.has_head_windows:
             return Neighbourhood(grid, **self.rules)
         return tuple(Neighbourhood(grid, **self.rules | {"window": window}) for window in self.rules["window"])

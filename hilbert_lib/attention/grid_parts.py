@@ -52,7 +52,7 @@ def on_its_keys(request: Request) -> Request:
 
 
 def refusal_of_part(axes: tuple[Axis, ...], part: GridPart) -> str:
-    """Why the keys of a part are no grid with the same rules, so that `on_its_keys` raises; or ""."""
+    """The reason why the keys of a part are no grid with the same rules, so that `on_its_keys` raises; or ""."""
     for n, axis in enumerate(axes):
         if refused := _refusal_along(n, axis, part):
             return refused

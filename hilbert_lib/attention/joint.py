@@ -42,14 +42,14 @@ def joint_call(extra_q: Tensor, inputs: Tensors, request: Request) -> tuple[Tens
 
 
 def joint_refusal(inputs: Tensors, request: Request, name: str) -> str:
-    """Why a backend does not serve extra queries, or ""."""
+    """The reason why a backend does not serve extra queries, or ""."""
     backend = backends_for(AllPairs).get(name)
     refusal = backend.refusal(inputs.q, request, inputs.k) if backend else "there is none of this name"
     return refusal and f"cannot serve extra_q: {refusal}"
 
 
 def servers(inputs: Tensors, request: Request, name: str) -> str:
-    """What computes extra queries with the backend of this name, in words."""
+    """The backends that compute extra queries where this one is named, in words."""
     runs_sequences = backends_for(AllPairs)[name].serves is AllPairs  # "reference" and "eager" serve any pattern
     if runs_sequences and extra_keys_refusal(BACKENDS[name], inputs, request):
         return f"extra queries over the cells by {name!r}, over the extra keys by matrix products"

@@ -64,12 +64,12 @@ class ShapeClass(NamedTuple):
 
 
 def device_name(device: torch.device) -> str:
-    """What a measurement on a device speaks for: the model of a GPU, of which a machine may have several, or "cpu"."""
+    """The model of a GPU, of which a machine may have several, or "cpu": a measurement speaks for it."""
     return get_gpu_info(device).name if device.type == "cuda" else device.type
 
 
 def folder() -> Path:
-    """Where measurements are kept: $HILBERT_CACHE, or hilbert_lib in $XDG_CACHE_HOME, by default ~/.cache."""
+    """The folder of measurements: $HILBERT_CACHE, or hilbert_lib in $XDG_CACHE_HOME, by default ~/.cache."""
     return _folder(*map(os.environ.get, (VARIABLE, "XDG_CACHE_HOME", "HOME")))
 
 
@@ -117,7 +117,7 @@ def changed_at() -> tuple[Path, int]:
 
 @compile_time_constant
 def remembered_rules(device: torch.device, dtype: torch.dtype) -> tuple[tuple[ShapeClass, Rule], ...]:
-    """What was measured on this machine with this software; other files are ignored with a warning."""
+    """Rules measured on this machine with this software; other files are ignored with a warning."""
     place, changed = changed_at()
     kind = device_name(device), str(dtype).removeprefix("torch.")
     return tuple(each for each in _rules_in(place, changed) if (each[0].device, each[0].dtype) == kind)

@@ -98,7 +98,7 @@ class Request:
 
     @cached_property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that the kernels of sequences read."""
+        """Tensors that the kernels of sequences read."""
         return self.seed, self.key_padding_mask, self.inverse, self.cu_seqlens
 
     @cached_property
@@ -108,12 +108,12 @@ class Request:
 
     @property
     def neighbourhoods(self) -> tuple[Neighbourhood, ...]:
-        """On a grid, the neighbourhood of each KV head."""
+        """The neighbourhood of each KV head, on a grid."""
         return self.pattern.by_head
 
     @cached_property
     def heads_by_window(self) -> dict[Neighbourhood, list[int]]:
-        """On a grid, the KV heads of each neighbourhood that occurs."""
+        """The KV heads of each neighbourhood that occurs, on a grid."""
         heads: dict[Neighbourhood, list[int]] = {}
         for head, near in enumerate(self.neighbourhoods):
             heads.setdefault(near, []).append(head)

@@ -1,4 +1,4 @@
-"""What "auto" goes by, as data: orders of backends, each with the record that it comes from."""
+"""Rules of "auto", as data: orders of backends, each with the record that it comes from."""
 
 from typing import NamedTuple
 

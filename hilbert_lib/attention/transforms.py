@@ -56,7 +56,7 @@ def uncompiled(function: Callable) -> Callable:
 
 
 def unserved_derivative(name: str, tensors: Iterable[Tensor | None]) -> str | None:
-    """Why a function of that name cannot be differentiated as it is called now; None if it can.
+    """The reason why a function of that name cannot be differentiated as it is called now; None if it can.
 
     Args:
         name: of the function, as errors say it.
@@ -78,7 +78,7 @@ def unserved_derivative(name: str, tensors: Iterable[Tensor | None]) -> str | No
 
 
 def no_rule_for_vmap(name: str) -> str:
-    """Why a function of that name cannot be mapped."""
+    """The reason why a function of that name cannot be mapped."""
     return f"{name} has no rule for torch.func.vmap: put what it maps over into the batch"
 
 

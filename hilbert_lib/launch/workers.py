@@ -179,7 +179,7 @@ class _Supervisor:
 
     @property
     def cause(self) -> str:
-        """Why the run has to end; "" as long as it may go on."""
+        """The reason why the run has to end; "" as long as it may go on."""
         self.print_rank_0()
         running = tuple(rank for rank in range(self._ranks) if not result_file(self._folder, rank).exists())
         # A rank that still imports torch has given no sign of life yet; torchrun reports how ended ranks ended.

@@ -55,12 +55,12 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """With the inputs."""
+        """Peak bytes with the inputs."""
         return self.inputs + self.peak
 
     @property
     def total_gb(self) -> float:
-        """In units of 2^30 bytes, as `MemorySafetyChecker` takes it."""
+        """`total` in units of 2^30 bytes, as `MemorySafetyChecker` takes it."""
         return self.total / GB
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Who sees whom among points, as a Triton kernel: what packed lists of a million points are made with on a GPU."""
+"""The kernel that finds which points see each other: a GPU makes packed lists of a million points with it."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ def met(
     keys: Tensor, least: Tensor, largest: Tensor, query_count: int, key_count: int, query_blocks: Tensor,
     key_blocks: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Which keys of a block any query of another sees: (pairs, 64) bool.
+    """Keys of a block that any query of another sees: (pairs, 64) bool.
 
     Args:
         keys: (axes, key places) int32, cells in the order of work.
@@ -29,7 +29,7 @@ def words(
     keys: Tensor, least: Tensor, largest: Tensor, query_count: int, key_count: int, tile_blocks: Tensor,
     tile_places: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Which keys of a tile each query of its block sees: (tiles, 64) int64, a bit for each key.
+    """Keys of a tile that each query of its block sees: (tiles, 64) int64, a bit for each key.
 
     Args:
         keys, least, largest, query_count, key_count: as for `met`.
@@ -60,7 +60,7 @@ def seen_kernel(
     keys, least, largest, query_blocks, key_places, out, query_count, key_count, query_stride, key_stride,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries and a block of keys, which keys any query sees; with WORDS, of a tile, which each sees."""
+    """Keys of a block that any query of a block sees; with WORDS, keys of a tile that each query sees."""
     number = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)  # [BLOCK]
     query = tl.load(query_blocks + number) * BLOCK + cols  # [BLOCK]

@@ -34,7 +34,7 @@ class Cells(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Who sees whom, in the order of work."""
+    """Windows of queries, and the cells of keys, in the order of work."""
 
     keys: Tensor  # (axes, key places) int32: the cell of each key
     least: Tensor  # (axes, query places) int32: the least cell that each query sees

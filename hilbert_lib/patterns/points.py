@@ -113,7 +113,7 @@ class PointNeighbourhood(Pattern):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self.coordinates.device
 
     @cached_property
@@ -178,7 +178,7 @@ class PointNeighbourhood(Pattern):
 
     @property
     def form(self) -> tuple:
-        """What the validation of a call hangs on: all but the cells."""
+        """All but the cells: the validation of a call hangs on no more."""
         return self.kind, self.lists.queries, self.lists.keys, self.device
 
     @property

@@ -153,7 +153,7 @@ class RingNeighbourhoodAttention(_RingAttention):
 
 @unscripted
 def shard(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
-    """This rank's part of a tensor that every rank holds whole; differentiable.
+    """The part of this rank of a tensor that every rank holds whole; differentiable.
 
     Args:
         x: any tensor, the same on all ranks.

@@ -118,7 +118,7 @@ def _extra_refusal(backend: Backend, inputs: Tensors, request: Request) -> str:
 
 
 def extra_keys_refusal(backend: Backend, inputs: Tensors, request: Request) -> str:
-    """Why a backend for sequences leaves the extra keys of an `AllPairs` call to matrix products, or ""."""
+    """The reason why a backend for sequences leaves the extra keys of an `AllPairs` call to matrix products, or ""."""
     if inputs.extra_k is None or not inputs.extra_k.shape[1]:
         return ""
     return _extra_refusal(backend, *_extra_call(backend, inputs, request))

@@ -76,7 +76,7 @@ class Backend:
     lse_columns: int = 0  # columns that the gradient of lse adds to head_dim
 
     def refusal(self, q: Tensor, call: Request, k: Tensor | None = None) -> str:
-        """Why it cannot serve a call, or "" where it can. k: may be left out where it has the shape of q."""
+        """The reason why it cannot serve a call, or "" where it can. k: may be left out where it has the shape of q."""
         refused = self.refusal_whatever_the_keys(q, call)
         if not refused and not is_exporting():
             refused = self.of_keys(q, q if k is None else k, self.as_run(call))
@@ -104,7 +104,7 @@ class Backend:
         return refused or (presence.breakage(self.package) if self.package else "")
 
     def lse_refusal(self, q: Tensor, call: Request) -> str:
-        """Why it has no gradient of lse for a call that it serves, or ""."""
+        """The reason why it has no gradient of lse for a call that it serves, or ""."""
         if not self.lse_columns:
             return ""
         wide = q.new_empty(()).expand(*q.shape[:-1], q.shape[-1] + self.lse_columns)
@@ -130,7 +130,7 @@ def is_exporting() -> bool:
 
 
 def dense_refusal(q: Tensor, call: Request) -> str:
-    """Why no operator under torch's scaled_dot_product_attention serves a call over strided segments, or ""."""
+    """The reason why no operator of torch's scaled_dot_product_attention serves a call over strided segments, or ""."""
     if call.dropout_p > 0.0:
         return "no dropout: its generator is not keyed by position"
     if call.key_padding_mask is not None:
@@ -143,7 +143,7 @@ def dense_refusal(q: Tensor, call: Request) -> str:
 
 
 def gpu_refusal(q: Tensor, majors: range = FROM_AMPERE) -> str:
-    """Why a kernel for GPUs of some compute capabilities does not run on q's device, or ""."""
+    """The reason why a kernel for GPUs of some compute capabilities does not run on q's device, or ""."""
     if not q.is_cuda:
         return f"needs a CUDA device, got {q.device.type}"
     if capability(q.device)[0] not in majors:
@@ -153,7 +153,7 @@ def gpu_refusal(q: Tensor, majors: range = FROM_AMPERE) -> str:
 
 
 def half_limits(q: Tensor, call: Request, largest_head_dim: int = 256) -> str:
-    """Why no GPU serves a call in half precision, or ""."""
+    """The reason why no GPU serves a call in half precision, or ""."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:

@@ -39,7 +39,7 @@ BlockLists = tuple[Tensor, ...]  # of a head: partial blocks of each row of bloc
 
 
 class FlexMask(NamedTuple):
-    """What FlexAttention takes for a pattern, beside q, k and v."""
+    """Arguments of FlexAttention for a pattern, beside q, k and v."""
 
     blocks: "BlockMask | None"  # None where every query sees every key
     score_mod: Callable | None = None  # adds the log of how often a query finds a key, or a bias
@@ -227,7 +227,7 @@ def bias_tables(
     query_box: tuple[range, ...] | None,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor, Tensor | None, int]]:
-    """For each axis (key_rank, shift, first, ranks). Rank plus shift is the distance from a query to a key.
+    """Tables (key_rank, shift, first, ranks) of each axis. Rank plus shift is the distance from a query to a key.
 
     shift: of each query. first: with edge="wrap" the first rank of each query's window, otherwise None. A key before it
     counts as `ranks` further on, the number of ranks. shift and first are (heads, queries) where windows differ.

@@ -22,7 +22,7 @@ from hilbert_lib.machine import get_gpu_info, kernel_mode
 
 @compile_time_constant
 def absence(device: torch.device, shared_bytes: int = limits.SHARED_BYTES) -> str:
-    """Why the fused kernels do not run on a device, or "". shared_bytes: shared memory that their tiles need."""
+    """The reason why fused kernels do not run on a device, or "". shared_bytes: shared memory that their tiles need."""
     if kernel_mode() == "absent":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
@@ -35,7 +35,7 @@ def absence(device: torch.device, shared_bytes: int = limits.SHARED_BYTES) -> st
 
 
 def hopper_here(q: Tensor, call: Request) -> str:
-    """Why the warp-specialised kernels, for sequences or grids, do not run here, or ""."""
+    """The reason why the warp-specialised kernels, for sequences or grids, do not run here, or ""."""
     refused = gpu_refusal(q, range(9, 10))
     return refused or ("" if kernel_mode() == "compiled" else "needs compiled kernels, and not triton's interpreter")
 
@@ -57,7 +57,7 @@ def _hopper_of_keys(q: Tensor, k: Tensor, call: Request) -> str:
 
 
 def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
-    """What of a call no kernel of ours serves, along a sequence or on a grid."""
+    """The part of a call that no kernel of ours serves, along a sequence or on a grid."""
     if q.dtype == torch.float64:
         return "serves float16, bfloat16 and float32, got float64"
     if positions > limits.POSITIONS:

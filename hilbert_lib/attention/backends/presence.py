@@ -40,7 +40,7 @@ FLASH_ATTN_2_SINCE = "2.7"  # before it, the functions called here return other 
 
 @compile_time_constant
 def absence(package: str) -> str:
-    """Why the package (a key of `MODULES`) cannot be used in this process, or "" where its files say that it can."""
+    """The reason why a package (a key of `MODULES`) cannot be used in this process, or "" where its files are there."""
     if package not in _ABSENCE:
         raise ValueError(f"package must be one of {', '.join(_ABSENCE)}; got {package!r}")
     return _ABSENCE[package]()

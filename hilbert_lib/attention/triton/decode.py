@@ -63,7 +63,7 @@ def _reads_starts(call: Request) -> bool:
 
 
 def refusal_of_starts(q: Tensor, k: Tensor, call: Request) -> str:
-    """Why a call whose sequences begin at rows that only the device knows is not decoded, or ""."""
+    """The reason why a call whose sequences begin at rows that only the device knows is not decoded, or ""."""
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     if rows > MOST_ROWS:
         return f"reads starts on the device for up to {MOST_ROWS} queries of the heads of a KV head, got {rows}"
@@ -175,7 +175,7 @@ def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tens
 
 @triton.jit
 def rows_held(b, first_query, queries, keys, query_starts, key_start, CAUSAL: tl.constexpr):
-    """What a sequence holds that begins at rows which only the device knows.
+    """Rows of a sequence that begins where only the device knows.
 
     The row of k at which it begins, its keys, the position of its first query, how many rows of q lie before that
     query, and how many rows of q it has, which may be below 1.

@@ -1,4 +1,4 @@
-"""Who sends which rows to whom: a pure function of the pattern and the shard lengths. No process group, no GPU."""
+"""Plans of rows that ranks send each other: pure functions of the pattern and the shard lengths, without a GPU."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -88,7 +88,7 @@ def plan_ring(
 
 
 def check_planning(transport: object, weights: object, memory_limit: object, ranks: int | None = None) -> dict:
-    """These arguments of `plan_ring` by name, if they are allowed (for so many ranks, if that is known)."""
+    """Arguments of `plan_ring` by name, if they are allowed (for so many ranks, if that is known)."""
     if not isinstance(transport, str):
         raise TypeError(f"transport must be a string, got {transport!r}")
     if transport not in ("auto", *TRANSPORTS):

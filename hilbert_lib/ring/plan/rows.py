@@ -43,7 +43,7 @@ class Message:
 
 
 def common_heads(kv_heads: range, contiguous: range) -> range:
-    """Those of some evenly spaced heads that are in a contiguous range."""
+    """Evenly spaced heads that are in a contiguous range."""
     first, stop = (rows_in_segment(head, kv_heads.step, kv_heads.start) for head in (contiguous.start, contiguous.stop))
     return kv_heads[first:stop]
 

@@ -46,7 +46,7 @@ class HaloLayout:
 
     @cached_property
     def answers(self) -> tuple[tuple[slice, Tensor], ...]:
-        """For each rank that rows are sent to: their span in the rows sent, and their rows of heads touched."""
+        """Places of the rows sent to each rank: their span in the rows sent, and their rows of heads touched."""
         ends = tuple(accumulate(self.sent))
         spans = [slice(end - count, end) for end, count in zip(ends, self.sent, strict=True) if count]
         return tuple((span, self.rows[2, span]) for span in spans)

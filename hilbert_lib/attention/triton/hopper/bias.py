@@ -144,14 +144,14 @@ def _places_of(
 
 @gluon.jit
 def _of_corner(box, RULES: gl.constexpr, FORM: gl.constexpr):
-    """What the corner of a box adds to places."""
+    """Addends to places from the corner of a box."""
     place = _along(box.rank[0], 0, RULES, FORM) + _along(box.rank[1], 1, RULES, FORM)
     return place + _along(box.rank[2], 2, RULES, FORM)
 
 
 @gluon.jit
 def _of_cells(number, RULES: gl.constexpr, FORM: gl.constexpr):
-    """What cells of a box add to places, by their numbers."""
+    """Addends to places from cells of a box, by their numbers."""
     ranks = boxes.ranks_of(number, (0, 0, 0), RULES)
     place = _along(ranks[0], 0, RULES, FORM) + _along(ranks[1], 1, RULES, FORM)  # [GROUP_ROWS]
     return place + _along(ranks[2], 2, RULES, FORM)

@@ -23,7 +23,7 @@ SEE_PLAIN = "; 'triton' serves it"
 
 
 def refusal(q: Tensor, call: Request) -> str:
-    """What of a call, by shapes and options alone, the warp-specialised kernels do not serve, or ""."""
+    """The part of a call, by shapes and options alone, that the warp-specialised kernels do not serve, or ""."""
     if q.element_size() != 2:
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] % 8 or q.shape[-1] > 128:
@@ -40,7 +40,7 @@ def refusal(q: Tensor, call: Request) -> str:
 
 
 def refusal_of_keys(q: Tensor, k: Tensor, call: Request) -> str:
-    """Why they do not serve so many keys and KV heads as k has, or ""."""
+    """The reason why they do not serve so many keys and KV heads as k has, or ""."""
     if q.shape[1] > k.shape[1]:  # in a ring, whose blocks have queries and keys of their own
         return f"has no query without a key at its position, got {q.shape[1]} queries of {k.shape[1]} keys{SEE_PLAIN}"
     if q.shape[1] != k.shape[1] and decode.serves(q, k, call):
@@ -69,7 +69,7 @@ def columns_of(q: Tensor) -> int:
 def masked(
     pattern: DilatedPattern, passes: tuple[schedule.Pass, ...], keys: int, is_causal: bool, block_n: int
 ) -> tuple[bool, ...]:
-    """Of each pass, whether a tile of block_n keys may be cut off, by causality or by the end of a segment."""
+    """Whether a tile of block_n keys may be cut off in each pass, by causality or by the end of a segment."""
     branches = [[pattern.branches[i] for i in one.branches] for one in passes]
     return tuple(
         is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some) for some in branches
