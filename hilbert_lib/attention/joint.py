@@ -36,9 +36,13 @@ def extra_attention(
 
 def joint_call(extra_q: Tensor, inputs: Tensors, request: Request) -> tuple[Tensors, Request]:
     """The inputs and the request of extra queries, from those of the cells, which may be stored in any order."""
-    padding = padding_with_starts(request, inputs.k)
-    masks = {"key_padding_mask": padding, "extra_padding_mask": request.extra_padding_mask}
-    return inputs._replace(q=extra_q, bias=None), Request(AllPairs(), scale=request.scale, **masks)
+    padding, extra_padding = padding_with_starts(request, inputs.k), request.extra_padding_mask
+    inputs = inputs._replace(q=extra_q, bias=None)
+    if not inputs.k.shape[1]:  # points without keys: the extra keys are all there are
+        inputs = inputs._replace(k=inputs.extra_k, v=inputs.extra_v, extra_k=inputs.k, extra_v=inputs.v)
+        padding, extra_padding = extra_padding, None
+    masks = {"key_padding_mask": padding, "extra_padding_mask": extra_padding}
+    return inputs, Request(AllPairs(), scale=request.scale, **masks)
 
 
 def joint_refusal(inputs: Tensors, request: Request, name: str) -> str:

@@ -206,6 +206,23 @@ def test_keys_may_be_none_and_points_too():
     assert attend(q[:, :0], k, v, PointNeighbourhood(cells(0), 3)).shape == (1, 0, 2, 4)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extra_queries_see_extra_keys_where_points_have_none(backend):
+    points = PointNeighbourhood(cells(5), 3, keys=cells(0))
+    q, k, v, _ = drawn(5, 2, 1, 4, keys=0, batch=2, dtype=torch.float64)
+    extra_q = drawn(2, 2, 1, 4, batch=2, dtype=torch.float64)[0] + 1
+    tensors = [q, k, v, extra_q, *extra_of(3, 1, 4, torch.float64)]
+    padding = torch.tensor([[False, True, False], [False, False, False]])
+
+    def results(run, **options) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        named = dict(zip(("extra_q", "extra_k", "extra_v"), leaves[3:], strict=True))
+        found = run(*leaves[:3], pattern=points, **named, extra_padding_mask=padding, **options)
+        return [*found, *torch.autograd.grad(found, leaves, [x.detach().cos() for x in found])]
+
+    assert_close(results(attend, backend=backend, return_lse=True), results(oracle.joint_attention), 1e-12)
+
+
 def test_autocast_casts_as_it_does_elsewhere():
     points, (q, k, v, _) = points_of("odd"), drawn(90, 2, 1, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
