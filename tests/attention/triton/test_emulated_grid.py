@@ -9,9 +9,23 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cases import NORM_TOLERANCE, check_nan, check_part, differentiated, drawn_dlse, stored
+from cases import NORM_TOLERANCE, check_nan, check_part, differentiated, drawn_dlse, norms, stored
 from cases import drawn as tokens
-from drawn_grids import BOXED, CASES, EDGES, QUERY_BOXES, SPECIAL, VOLUMES, Case, boxed_part, drawn, expected, special
+from drawn_grids import (
+    BOXED,
+    CASES,
+    EDGES,
+    ONE_EXTRA_KEY,
+    QUERY_BOXES,
+    SPECIAL,
+    VOLUMES,
+    Case,
+    biased,
+    boxed_part,
+    drawn,
+    expected,
+    special,
+)
 from oracle import attending, bias_of
 
 from hilbert_lib import Neighbourhood
@@ -26,11 +40,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E4
 KERNELS = [f"{emulator.PACKAGE}.hopper.grid_{direction}" for direction in ("forward", "backward", "backward")]
 MORE_CASES = [pytest.param(number, marks=pytest.mark.full) for number in range(len(CASES), 8 * len(CASES))]
 
-# A case whose one extra key has a gradient that nearly cancels: rounding is more than the tolerance.
-NEARLY_ZERO = 10
 # Every edge on a line, a plane and a volume; strides, dilations, windows of heads, extra keys and masks.
 BIASED = (2, 5, 7, 9, 11, 13, 18)
-MORE_BIASED = [pytest.param(x, marks=pytest.mark.full) for x in range(len(CASES)) if x not in (*BIASED, NEARLY_ZERO)]
+MORE_BIASED = [pytest.param(x, marks=pytest.mark.full) for x in range(len(CASES)) if x not in BIASED]
 
 
 def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,7 +107,24 @@ def test_gradients_of_lse_equal_the_oracles(sources):
 
 @pytest.mark.parametrize("number", [*BIASED, *MORE_BIASED], ids=str)
 def test_a_bias_and_its_gradient_equal_the_oracles(sources, number):
-    assert fault_of(sources, drawn(number)._replace(has_bias=True)) is None
+    assert fault_of(sources, biased(number)) is None
+
+
+def test_the_gradient_of_one_extra_key_beside_a_bias_is_off_by_rounding_alone(sources):
+    """It is what the kernels' own out and lse give in float64, with slopes rounded as operands are."""
+    case = drawn(ONE_EXTRA_KEY)._replace(has_bias=True)
+    given, dout, masks, right = expected(case)
+    found = dict(results_of(sources, case))
+    scale, row_of = case.head_dim**-0.5, "bihd,bjd->bhij"
+    q, k, v = (x.double() for x in (given.q, given.extra_k[:, :, 0], given.extra_v[:, :, 0]))
+    weights = (scale * torch.einsum(row_of, q, k) - found["lse"][..., None]).exp()
+    weights = weights.masked_fill(masks[1][:, None, None], 0)
+    delta = torch.einsum("bihd,bihd->bhi", dout.double(), found["out"].double())
+    slopes = weights * (torch.einsum(row_of, dout.double(), v) - delta[..., None])
+    dextra_k = scale * torch.einsum("bhij,bihd->bjd", slopes.to(case.dtype).double(), q)
+    # The two are equal. Sums in another order may round a result the other way, which is about 5e-4 for one of 256.
+    assert norms([found.pop("dextra_k")], [dextra_k[:, :, None].to(case.dtype).double()])[0] < 1e-3
+    assert emulator.wrong(found, [*right[:5], *right[6:]], NORM_TOLERANCE[case.dtype]) is None
 
 
 @pytest.mark.parametrize("number", [9, 18])
@@ -103,7 +132,7 @@ def test_a_bias_of_large_windows_equals_the_oracles(monkeypatch, sources, number
     """Its sums leave room for one buffer of tiles."""
     _, largest = sources.grids.BESIDE_SUMS[128]
     monkeypatch.setitem(sources.grids.BESIDE_SUMS, 128, (largest,))
-    assert fault_of(sources, drawn(number)._replace(has_bias=True)) is None
+    assert fault_of(sources, biased(number)) is None
     assert [x.named["BUFFERS"] for x in sources.starts if "BUFFERS" in x.named] == [1, 2]
 
 
