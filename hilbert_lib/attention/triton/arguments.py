@@ -52,6 +52,12 @@ def config_of(kernel: str, q: Tensor) -> Config:
     return next(config for (size, largest), config in configs if size == q.element_size() and q.shape[-1] <= largest)
 
 
+def strides_of(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    """The strides of tensors (batch, rows, heads, head_dim), as kernels name them. names: a letter of each tensor."""
+    pairs = zip(names, tensors, strict=True)
+    return {f"stride_{name}{axis}": x.stride(n) for name, x in pairs for n, axis in enumerate("bnh")}
+
+
 def as_asked(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The results in `dtype`, that of the inputs before `as_computed`."""
     return tuple(x if x.dtype == dtype else x.to(dtype) for x in tensors)

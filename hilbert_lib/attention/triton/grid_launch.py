@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
+from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted, strides_of
 from hilbert_lib.attention.triton.backward import delta_kernel
 from hilbert_lib.attention.triton.decode_line import attend_in_windows
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
@@ -98,7 +98,7 @@ def of_queries(
     named = rules(inputs, request)
     tiles = tiles_of(request, _sides(request), keys=False)
     names = {f"T{n}": cells for n, cells in zip(AXES, _sides(request), strict=True)}
-    strides = _strides("qkvef", inputs.with_rows) | _strides("d", (q if dout is None else dout,))
+    strides = strides_of("qkvef", inputs.with_rows) | strides_of("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
     flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": 64 if not is_interpreted() else 16}
     flags |= {"IF_FLAG": flag is not None}
@@ -120,7 +120,7 @@ def of_keys(
     padding = request.extra_padding_mask if extra else request.key_padding_mask
     sides = (1, 1, prod(_sides(request))) if extra else _sides(request)
     named |= {f"T{n}": cells for n, cells in zip(AXES, sides, strict=True)}
-    named |= _strides("qkvd", (inputs.q, k, v, dout))
+    named |= strides_of("qkvd", (inputs.q, k, v, dout))
     named |= {"k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "dk": dk, "dv": dv, "EXTRA": extra}
     named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
     named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
@@ -145,7 +145,7 @@ def of_bias(
     shared |= {f"lowest{n}": rank for n, rank in zip(AXES, shifts.lowest, strict=True)}
     shared |= {f"shifts{n}": count for n, count in zip(AXES, shifts.counts, strict=True)}
     shared |= {"sums": sums, "heads": heads}
-    of_pairs = rules(inputs, request) | table | shared | _strides("qkvd", (*inputs[:3], dout))
+    of_pairs = rules(inputs, request) | table | shared | strides_of("qkvd", (*inputs[:3], dout))
     of_pairs |= {"k": inputs.k, "v": inputs.v, "dout": dout, "lse": lse, "delta": delta, "batch": batch}
     of_pairs |= {"tiles": tiles_of(request, sides, keys=False), "PADDING": request.key_padding_mask is not None}
     of_entries = shared | table | {"dbias": dbias, "runs": len(sums), "ROWS": prod(sides), "BLOCK": ENTRIES}
@@ -157,11 +157,6 @@ def of_bias(
         Start(pair_kernel, (shifts.blocks, heads, len(sums)), (inputs.q,), of_pairs),
         Start(entry_kernel, (blocks, heads), (sums,), of_entries),
     ]
-
-
-def _strides(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
-    pairs = zip(names, tensors, strict=True)
-    return {f"stride_{name}{axis}": x.stride(n) for name, x in pairs for n, axis in enumerate("bnh")}
 
 
 def _sides(request: Request) -> tuple[int, int, int]:

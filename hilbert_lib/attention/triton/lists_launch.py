@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.triton.arguments import Config, as_asked, as_computed, is_interpreted
+from hilbert_lib.attention.triton.arguments import Config, as_asked, as_computed, is_interpreted, strides_of
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.lists import LISTED, delta_kernel, key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Start, start
@@ -133,7 +133,7 @@ def of_queries(inputs: Tensors, request: Request, results: dict[str, Tensor]) ->
     named = dict.fromkeys(("out", "lse", "dout", "lse_and_delta", "dq"), q) | results
     named |= dict(zip(("k", "v", "extra_k", "extra_v"), inputs.with_rows[1:], strict=True))
     named |= (
-        _strides("qkvefd", (*inputs.with_rows, named["dout"])) | _of_lists(lists) | _common(inputs, request, config)
+        strides_of("qkvefd", (*inputs.with_rows, named["dout"])) | _of_lists(lists) | _common(inputs, request, config)
     )
     named |= _padding("padding", request.key_padding_mask, q) | _padding("extra_padding", request.extra_padding_mask, q)
     named |= {"EXTRA": inputs.extra_k.shape[1] > 0, "BACKWARD": backward}
@@ -172,7 +172,7 @@ def _of_keys(
     # What both launches of `key_kernel` share.
     _, turned = both_ways(request.lists, inputs.q.shape[1], inputs.k.shape[1])
     named = {"k": k, "v": v, "dout": dout, "lse_and_delta": lse_and_delta, "dk": results[0], "dv": results[1]}
-    return named | _strides("qkvd", (inputs.q, k, v, dout)) | _of_lists(turned) | _common(inputs, request, config)
+    return named | strides_of("qkvd", (inputs.q, k, v, dout)) | _of_lists(turned) | _common(inputs, request, config)
 
 
 def _padding(name: str, mask: Tensor | None, q: Tensor) -> dict:
@@ -193,8 +193,3 @@ def _common(inputs: Tensors, request: Request, config: Config) -> dict:
         "PRECISION": products_of_float32(), "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     return named if config.maxnreg is None else named | {"maxnreg": config.maxnreg}
-
-
-def _strides(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
-    pairs = zip(names, tensors, strict=True)
-    return {f"stride_{name}{axis}": x.stride(n) for name, x in pairs for n, axis in enumerate("bnh")}
