@@ -178,8 +178,9 @@ class PointNeighbourhood(Pattern):
 
     @property
     def form(self) -> tuple:
-        """All but the cells: the validation of a call hangs on no more."""
-        return self.kind, self.lists.queries, self.lists.keys, self.device
+        """All but the cells: the validation of a call and the choice of a backend hang on no more."""
+        lists, turned = self.lists, self.turned
+        return self.kind, lists.queries, lists.keys, lists.tiles, turned.tiles, self.device
 
     @property
     def specification(self) -> Specification:

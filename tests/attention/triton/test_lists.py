@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hilbert_lib import PointNeighbourhood, attend, explain_backend
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.triton import limits
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.patterns import point_lists
 from hilbert_lib.patterns.packed_lists import PackedLists
@@ -196,3 +197,14 @@ def test_a_compiled_call_over_points_runs_the_kernels():
         results.append([out, *torch.autograd.grad(out, tensors, torch.ones_like(out))])
     assert all(map(torch.equal, *results))
     assert explain_backend(*tensors, points).chosen == "triton"
+
+
+def test_a_call_known_from_other_points_refuses_too_many_tiles(monkeypatch):
+    far, near = (PointNeighbourhood(step * torch.arange(128)[:, None], 65) for step in (64, 1))
+    assert far.lists.tiles < near.lists.tiles
+    x = torch.randn(1, 128, 1, 16, device=DEVICE)
+    monkeypatch.setattr(limits, "TILES", far.lists.tiles)
+    for _ in range(2):  # of the second all is known
+        attend(x, x, x, far.to(DEVICE), backend="triton")
+    with pytest.raises(ValueError, match=r"serves up to [\d,]+ tiles of lists"):
+        attend(x, x, x, near.to(DEVICE), backend="triton")
