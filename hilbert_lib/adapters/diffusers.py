@@ -75,7 +75,7 @@ def set_windows(
     if unused:
         layers = ", ".join(name.removesuffix(".processor") for name in processors)
         raise ValueError(
-            f"windows names layers that are not there, or named before: {sorted(unused)}; there are {layers}"
+            f"windows must name layers that no name before it has matched, got {sorted(unused)}; there are {layers}"
         )
     model.set_attn_processor(processors)
     return model

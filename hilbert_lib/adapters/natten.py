@@ -184,7 +184,8 @@ class _NeighborhoodAttention(nn.Module):
         # The rules that hold of every grid are checked on the smallest that has room for the window.
         smallest = [size * rate for size, rate in zip(self.kernel_size, self.dilation, strict=True)]
         self.is_causal = _neighbourhood(smallest, self.kernel_size, self.stride, self.dilation, is_causal).is_causal
-        self.scale = qk_scale or (self.embed_dim // self.num_heads) ** -0.5
+        head_dim = self.embed_dim // self.num_heads
+        self.scale = head_dim**-0.5 if qk_scale is None else checks.positive("qk_scale", qk_scale)
         self.qkv = nn.Linear(self.embed_dim, 3 * self.embed_dim, bias=checks.boolean("qkv_bias", qkv_bias))
         self.proj = nn.Linear(self.embed_dim, self.embed_dim)
         self.proj_drop = nn.Dropout(proj_drop)

@@ -179,7 +179,7 @@ PICTURE, VIDEO = Neighbourhood((5, 6), 3), Neighbourhood((3, 4, 4), 3)
     ("call", "says"),
     [
         (lambda: set_windows(torch.nn.Linear(2, 2), {}), "model must be a transformer of diffusers"),
-        (lambda: set_windows(made("flux")[0], {"blocks": PICTURE}), "windows names layers that are not there"),
+        (lambda: set_windows(made("flux")[0], {"blocks": PICTURE}), "no name before it has matched, got .*blocks"),
         (lambda: set_windows(made("flux")[0], {"*": 3}), "must be a Neighbourhood, got 3"),
         (lambda: set_windows(made("flux")[0], {"*": PICTURE}, text="middle"), "text must be one of first, last, none"),
         (lambda: WindowAttnProcessor(Other(), PICTURE, "first", "auto"), "Other takes .*ip_states"),
