@@ -175,7 +175,8 @@ def dilated_attention(
             k before it have no weight. Rows of q before it have output 0 and lse -inf.
             A key_padding_mask alone is not the same: it hides the padding, and the sequence lies in other segments.
             Without query_start a copy of q, k, v and out moves each sequence to row 0. Then any backend serves if
-            is_causal, otherwise any that takes a key_padding_mask. With query_start those of a tensor of it serve.
+            is_causal, otherwise any that takes a key_padding_mask. With query_start the backends serve that take it as
+            a tensor.
         kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order. On a GPU
             "auto" first copies k and v into sequence order where that costs less than reading through a table.
         cu_seqlens: (documents + 1,) int32 on the device of q, for documents one after the other in a batch of 1:

@@ -84,8 +84,9 @@ def attention_weights(
     Args:
         q, k: as in `attend`.
         pattern: as in `attend`.
-        queries: (n,) integers, the rows of q to look at, in any order. Extra query e is q's number of rows + e. It sees
-            every cell, so that all results are as long: look at extra queries in a call of their own.
+        queries: (n,) integers, the rows of q to look at, in any order. Numbers from q's rows on are the extra
+            queries. These see every cell, and all results of a call are as long as the longest: look at extra queries
+            in a call of their own.
         is_causal, scale, key_padding_mask, query_start, key_start, kv_ordering, cu_seqlens, max_seqlen, ordering,
             query_box, extra_q, extra_k, extra_padding_mask, bias: as in `attend`, each for the patterns that take it
             there.

@@ -99,7 +99,8 @@ def estimate_memory(
             The lists of a `PointNeighbourhood` are counted as inputs.
         heads, head_dim, batch: heads of q, size of one head, sequences.
         length: keys. On a grid it is left out, as are is_causal, dropout_p and has_kv_ordering. On a grid of more than
-            one axis has_key_start and queries are left out, too. So are all of these over points, and query_box.
+            one axis has_key_start and queries are left out, too. Over points all of these, has_bias and query_box
+            are left out.
         kv_heads: heads of k and v; by default as many as of q.
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.

@@ -260,9 +260,10 @@ def ring_neighbourhood_attention(
         scale, backend, return_lse: as in `neighbourhood_attention`.
         extra_q: likewise, the same on all ranks. Each rank computes them over its own cells; these results travel, and
             are merged by lse. Each rank's gradients of extra_q are those of its own cells: their sum over the ranks is
-            the gradient. All ranks run the backward of the extra results, or none does.
-        extra_k, extra_v, extra_padding_mask, bias: likewise, the same on all ranks; each rank's gradients of them are
-            those of its own queries, and of one rank those of the extra queries.
+            the gradient. All ranks run the backward of the extra results, or none does. The loss is the sum of the
+            ranks' losses: one of extra_out that every rank computes counts once for each.
+        extra_k, extra_v, extra_padding_mask, bias: likewise, the same on all ranks. Each rank's gradients of them are
+            those of its own queries: sum them over the ranks. One rank adds those of the extra queries.
         key_padding_mask: (batch, rows) bool, True = no weight, of this rank's cells.
         validate: whether ranks compare their arguments before they send anything: if these differ, all raise.
 

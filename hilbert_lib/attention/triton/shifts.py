@@ -10,7 +10,7 @@ from hilbert_lib.attention.request import Request
 
 # Cells of a tile along each axis, of queries and, for dk and dv, of keys: 64 where compiled, 16 where interpreted.
 TILES = {64: {1: (1, 1, 64), 2: (1, 8, 8), 3: (4, 4, 4)}, 16: {1: (1, 1, 16), 2: (1, 4, 4), 3: (2, 2, 4)}}
-PROGRAMS = 1024  # at least, where there are tiles enough: two for each place of a large GPU
+PROGRAMS = 1024  # of a launch at least, if there are so many tiles: about two for each that a large GPU runs at once
 
 
 class Shifts(NamedTuple):

@@ -9,7 +9,7 @@ needs a bound:
 
 Columns are keys or, for dk and dv, queries; then the table is flipped. A pair that does not attend has any entry.
 
-The gradient is summed in whole numbers, whose order is nothing to the sum: the bits are the same every time.
+The gradient is summed in whole numbers, whose sum is the same in any order: the bits are the same every time.
 
     a pair's gradient * unit        rounded; some pairs of a thread that share an entry are added before
     sums of a tile of queries       32 bits, in shared memory
