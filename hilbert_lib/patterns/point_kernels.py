@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64  # queries of a block, and keys of a tile
+from hilbert_lib.patterns.packed_lists import BLOCK
 
 
 def met(

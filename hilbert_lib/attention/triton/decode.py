@@ -59,7 +59,14 @@ def serves(q: Tensor, k: Tensor, call: Request) -> bool:
 
 
 def _reads_starts(call: Request) -> bool:
+    # As `has_starts`: its file would be one more that every call crosses.
     return call.query_starts is not None or call.key_start is not None
+
+
+def starts_of_rows(call: Request) -> dict[str, Tensor | None]:
+    """The tensors of starts as kernels take them."""
+    starts = {"query_starts": call.query_starts, "key_start": call.key_start}
+    return {name: None if x is None else x.contiguous() for name, x in starts.items()}
 
 
 def refusal_of_starts(q: Tensor, k: Tensor, call: Request) -> str:
@@ -101,17 +108,14 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], k.shape[1],
         first, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
     )  # fmt: skip
-    starts_of_rows = {
-        name: None if start is None else start.contiguous()
-        for name, start in (("query_starts", call.query_starts), ("key_start", call.key_start))
-    }
+    row_starts = starts_of_rows(call)
     named = {
         **{"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK_M": block_m, "BLOCK_N": block_n},
         **{"PAIRS": geometry.power_of_2(pairs), "SEVERAL": queries > 1, "CAUSAL": call.is_causal},
         **{"GATHER": call.inverse is not None, "PADDING": call.key_padding_mask is not None},
         **{"DROPOUT": call.dropout_p > 0.0, "PRECISION": geometry.products_of_float32()},
         **{"num_warps": NUM_WARPS, "num_stages": NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES)},
-        **starts_of_rows,
+        **row_starts,
     }
     starts = [Start(decode_kernel, (batch * units * tiles,), arguments, named)]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
@@ -121,7 +125,7 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
         first, queries, keys, heads, kv_heads, group, branches, chunk, parts,
     )  # fmt: skip
     named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns, "CAUSAL": call.is_causal}
-    named |= starts_of_rows
+    named |= row_starts
     starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
     start(lambda: starts)  # not recorded: every step of decoding is of another kind
     return out, lse

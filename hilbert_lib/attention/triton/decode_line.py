@@ -22,6 +22,7 @@ from hilbert_lib.attention.triton.decode import (
     PROGRAMS,
     merge_kernel,
     rows_held,
+    starts_of_rows,
     step_keys,
 )
 from hilbert_lib.attention.triton.start import Start, start
@@ -59,15 +60,12 @@ def attend_in_windows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
         request.pattern.bias_sides[0], extra,
         chunk, tiles, parts,
     )  # fmt: skip
-    starts_of_rows = {
-        name: None if x is None else x.contiguous()
-        for name, x in (("query_starts", request.query_starts), ("key_start", request.key_start))
-    }
     sizes = {"HEAD_DIM": head_dim, "BLOCK_D": geometry.block_d(head_dim)}
     named = {
         **sizes, "BLOCK_M": block_m, "BLOCK_N": block_n, "CAUSAL": axis.is_causal, "EDGE": EDGES.index(axis.edge),
         "PRECISION": geometry.products_of_float32(), "num_warps": NUM_WARPS, "num_stages": NUM_STAGES,
-        "padding": padding, "extra_padding": extra_padding, "bias": bias, **starts_of_rows,
+        "padding": padding, "extra_padding": extra_padding, "bias": bias,
+        **starts_of_rows(request),
     }  # fmt: skip
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
