@@ -12,6 +12,7 @@ from hilbert_lib.attention.backends.fused import absence, hopper_here, kernel_li
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import BIAS, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
+from hilbert_lib.attention.triton.limits import parts_of_extra_keys
 from hilbert_lib.attention.triton.shifts import shape_of_sums
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
@@ -51,18 +52,30 @@ def _workspace(
         return {} if direction == "forward" else None
     if direction == "forward":
         return {}
-    scratch = {"delta": arguments[-1].nbytes}
+    scratch = {"delta": arguments[-1].nbytes} | _parts(Tensors(*arguments[1]))
     if request.has_bias:
         batch, _, heads, _ = arguments[0].shape
         scratch["sums of the gradient of bias"] = 4 * prod(shape_of_sums(request, batch, heads, 64))
     return scratch
 
 
+def _parts(inputs: Tensors) -> dict[str, int]:
+    # Of the gradients of extra keys, and one of their sums beside its result in half precision.
+    extra_k, numbers = inputs.extra_k, 2 * parts_of_extra_keys(inputs.q.shape[1], inputs.extra_k.shape)
+    if not numbers:
+        return {}
+    if extra_k.element_size() < 4:
+        numbers += 1
+    return {"parts of the gradients of extra keys, float32": 4 * numbers * extra_k.numel()}
+
+
 def _hopper_workspace(
     arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
     # As `hopper/grid_launch.py` makes it, but for copies of tensors that the copy engine cannot read.
-    scratch = {} if direction == "forward" else {"delta": arguments[-1].nbytes}
+    scratch = {}
+    if direction == "backward":
+        scratch = {"delta": arguments[-1].nbytes} | _parts(Tensors(*arguments[1]))
     if request.has_bias:
         from hilbert_lib.attention.triton.hopper.grid_launch import padded_sides
 

@@ -376,7 +376,11 @@ def key_kernel(
     E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys of a KV head. With EXTRA the tile is a run of extra keys, which all queries see."""
+    """dk and dv of one tile of keys of a KV head. With EXTRA the tile is a run of extra keys, which all queries see.
+
+    There are few extra keys, and many queries of each. So programs beside each other take a part of the queries, and
+    write the part's sums: (parts, batch, extra, kv_heads, head_dim).
+    """
     BLOCK_N: tl.constexpr = T0 * T1 * T2
     kv_heads = heads // group
     g = tl.program_id(1).to(tl.int64)
@@ -386,14 +390,13 @@ def key_kernel(
     q2, q_cells2, q_begin2, q_stop2 = axis_box(boxes, n2, 2, 0, PART)
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if EXTRA:
-        slot = (tl.program_id(0) * BLOCK_N + cols).to(tl.int64)  # [BLOCK_N]
-        exists, keys, span0, span1, span2 = (
-            slot < extra,
-            extra,
-            1,
-            1,
-            q_rows,
-        )  # [BLOCK_N], scalar, scalar, scalar, scalar
+        runs = tl.cdiv(extra, BLOCK_N)
+        part = tl.program_id(0) // runs
+        slot = (tl.program_id(0) % runs * BLOCK_N + cols).to(tl.int64)  # [BLOCK_N]
+        exists, keys = slot < extra, extra  # [BLOCK_N], scalar
+        length = tl.cdiv(tl.cdiv(q_rows, BLOCK_M), tl.num_programs(0) // runs) * BLOCK_M
+        first_query = part * length
+        span0, span1, span2 = 1, 1, tl.minimum(length, q_rows - first_query)  # below 0 past the last query
     else:
         keys = k_rows
         f0, _, begin0, stop0 = axis_box(boxes, n0, 0, 1, PART)
@@ -441,6 +444,7 @@ def key_kernel(
             query = j + rows  # [BLOCK_M]
             is_query = query < span0 * span1 * span2  # [BLOCK_M]
             if EXTRA:
+                query += first_query  # [BLOCK_M]
                 row = query.to(tl.int64)  # [BLOCK_M]
                 if PART and not GATHER:  # only computed queries count
                     x0 = q0 + query // (q_cells1 * q_cells2)  # [BLOCK_M]
@@ -507,6 +511,8 @@ def key_kernel(
             slopes = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             slopes = tl.where(allowed, weights * (slopes - delta_row[None, :]), 0.0)  # [BLOCK_N, BLOCK_M]
             dk_acc = tl.dot(slopes.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+    if EXTRA:
+        b += part.to(tl.int64) * tl.num_programs(2)
     dkv_offsets = ((b * keys + slot) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, BLOCK_D]
     tl.store(dk + dkv_offsets, (dk_acc * scale).to(dk.dtype.element_ty), mask=row_mask)
     tl.store(dv + dkv_offsets, dv_acc.to(dv.dtype.element_ty), mask=row_mask)

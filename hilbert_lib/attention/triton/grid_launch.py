@@ -13,6 +13,7 @@ from hilbert_lib.attention.triton.decode_line import attend_in_windows
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
 from hilbert_lib.attention.triton.grid_bias import entry_kernel, pair_kernel
+from hilbert_lib.attention.triton.limits import parts_of_extra_keys
 from hilbert_lib.attention.triton.shifts import TILES, shape_of_sums, shifts_of, tiles_of
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -49,6 +50,7 @@ def backward(
     sums = None if inputs.bias is None else sums_of(inputs, request)
     dout, out = as_computed(dout, out)
     inputs = _computed(inputs)
+    grads = with_parts(grads, inputs)
     lse, delta = lse.contiguous(), torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=lse.device)
 
     def starts() -> list[Start]:
@@ -65,7 +67,21 @@ def backward(
 
     tensors = (*inputs, dout, out, lse, dlse, *tensors_of(request, out.device))
     start(starts, tensors, "grid backward", *request.options, made=(delta, *grads, sums))
-    return grads
+    return sum_of_parts(grads, inputs)
+
+
+def with_parts(grads: Tensors, inputs: Tensors) -> Tensors:
+    """Gradients, of which those of the extra keys are in parts: (parts, batch, extra, kv_heads, head_dim) float32."""
+    parts = parts_of_extra_keys(inputs.q.shape[1], inputs.extra_k.shape)
+    like = {"dtype": torch.float32, "device": inputs.q.device}
+    in_parts = [torch.empty(parts, *x.shape, **like) for x in inputs.extra]
+    return grads._replace(extra_k=in_parts[0], extra_v=in_parts[1])
+
+
+def sum_of_parts(grads: Tensors, inputs: Tensors) -> Tensors:
+    """Gradients, of which those of the extra keys are the sums of their parts, always in the same order."""
+    extra_k, extra_v = (parts.sum(0).to(x.dtype) for parts, x in zip(grads.extra, inputs.extra, strict=True))
+    return grads._replace(extra_k=extra_k, extra_v=extra_v)
 
 
 def _computed(inputs: Tensors) -> Tensors:
@@ -114,7 +130,7 @@ def of_queries(
 def of_keys(
     dout: Tensor, inputs: Tensors, lse: Tensor, delta: Tensor, request: Request, grads: Tensors, *, extra: bool
 ) -> Start:  # fmt: skip
-    """The launch of dk and dv, of the grid's keys or of the extra keys."""
+    """The launch of dk and dv, of the grid's keys or, in parts, of the extra keys."""
     (k, v), (dk, dv) = (x.extra if extra else x[1:3] for x in (inputs, grads))
     named = rules(inputs, request)
     padding = request.extra_padding_mask if extra else request.key_padding_mask
@@ -125,7 +141,7 @@ def of_keys(
     named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
     named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
     named |= table_of_bias(inputs._replace(bias=None) if extra else inputs, request)
-    tiles = -(-k.shape[1] // prod(sides)) if extra else tiles_of(request, sides, keys=True)
+    tiles = -(-k.shape[1] // prod(sides)) * len(dk) if extra else tiles_of(request, sides, keys=True)
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
 
 

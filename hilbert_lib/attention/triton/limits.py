@@ -1,7 +1,26 @@
 """Needs of the fused kernels, of a call and of a GPU. Imports no triton: the choice of a backend reads them."""
 
+from collections.abc import Sequence
+
 SHARED_BYTES = 163 * 1024  # shared memory of a block on an A100: tile shapes are compiled for that and for more
 LISTS_SHARED_BYTES = 99 * 1024  # of those for lists: any GPU of today gives a block as much
 POSITIONS = 2**30  # kernels hold positions, and sums of two, in int32
 SMALLEST_SCALE = 2.0**-100  # kernels divide by the scale in float32, whose largest number is 2^128
 TILES = 2**24  # of lists: a word of the last one is found by a number of 32 bits
+EXTRA_PROGRAMS = 512  # of a launch for gradients of extra keys, about: with fewer of these the queries are parted
+
+
+def query_tiles(queries: int) -> int:
+    """Number of tiles of 64 queries."""
+    return -(-queries // 64)
+
+
+def parts_of_queries(queries: int, programs: int) -> int:
+    """Number of parts of the queries of which gradients of extra keys are sums; 0 without programs for extra keys."""
+    return min(query_tiles(queries), max(1, EXTRA_PROGRAMS // programs)) if programs else 0
+
+
+def parts_of_extra_keys(queries: int, shape: Sequence[int]) -> int:
+    """The same on grids, of extra keys (batch, extra, kv_heads, head_dim): a program has 64 of them."""
+    batch, extra, kv_heads, _ = shape
+    return parts_of_queries(queries, batch * kv_heads * -(-extra // 64))

@@ -8,7 +8,8 @@ from torch import Tensor
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton.arguments import Config, as_asked, as_computed, is_interpreted, strides_of
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
-from hilbert_lib.attention.triton.lists import LISTED, delta_kernel, key_kernel, query_kernel
+from hilbert_lib.attention.triton.limits import parts_of_queries, query_tiles
+from hilbert_lib.attention.triton.lists import delta_kernel, key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
@@ -35,7 +36,6 @@ CONFIGS = {
         (4, 64): Config(32, 32, 8, 1), (4, 128): Config(16, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
-EXTRA_PROGRAMS = 512  # of a launch for extra keys, about: with few of these, queries are parted
 
 
 def config_of(kernel: str, q: Tensor) -> Config:
@@ -100,14 +100,7 @@ def backward(
 def splits_of(inputs: Tensors) -> int:
     """Number of parts of the queries of which gradients of extra keys are sums; 0 without extra keys."""
     batch, extra, kv_heads, _ = inputs.extra_k.shape
-    programs = batch * kv_heads * -(-extra // config_of("dkv", inputs.q).block_n)
-    tiles = query_tiles(inputs.q)
-    return min(tiles, max(1, EXTRA_PROGRAMS // programs)) if programs else 0
-
-
-def query_tiles(q: Tensor) -> int:
-    """Number of tiles of LISTED queries."""
-    return -(-q.shape[1] // LISTED.value)
+    return parts_of_queries(inputs.q.shape[1], batch * kv_heads * -(-extra // config_of("dkv", inputs.q).block_n))
 
 
 def tensors_of(request: Request) -> tuple[Tensor | None, ...]:
@@ -160,7 +153,7 @@ def of_extra_keys(
     config, splits = config_of("dkv", inputs.q), len(results[0])
     named = _of_keys(dout, inputs, *inputs.extra, lse_and_delta, request, config, results)
     named |= _padding("padding", request.extra_padding_mask, inputs.q) | {"EXTRA": True}
-    named |= {"tiles": -(-query_tiles(inputs.q) // splits)}
+    named |= {"tiles": -(-query_tiles(inputs.q.shape[1]) // splits)}
     programs = -(-inputs.extra_k.shape[1] // config.block_n) * inputs.k.shape[2]
     return Start(key_kernel, (programs, inputs.q.shape[0], splits), (inputs.q,), named)
 

@@ -94,6 +94,7 @@ def backward(
     tables = table_of_bias(inputs, request), table_of_bias(inputs, request, is_flipped=True)
     dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(read)]
     grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(read, dtypes, strict=True)))
+    grads = plain.with_parts(grads, inputs)
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     sums, unit = sums_of_bias(dout, inputs, out, lse, dlse, request)
     of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
@@ -122,6 +123,7 @@ def backward(
     start(
         starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows, *tables, sums, unit)
     )
+    grads = plain.sum_of_parts(grads, inputs)
     return grads if inputs.bias is None else grads._replace(bias=gradient_of_bias(sums, unit, inputs.bias, request))
 
 
