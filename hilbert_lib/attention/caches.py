@@ -68,7 +68,7 @@ class KeyValueCache:
     def advance(self, count: int) -> None:
         """Count tokens that were written."""
         self.lengths.add_(count)
-        self.is_empty = False
+        self.is_empty = self.is_empty and not count
 
     def _ensure(self, are_allowed: Tensor, allowed: str) -> None:
         # A GPU's values are not waited for, and a program cannot branch on any.

@@ -197,7 +197,7 @@ class NeighbourhoodAttention(ProjectedAttention):
         if cache is not None:
             cache.write(k, v)
             is_shared = self.rules["stride"] not in (1, (1,))  # windows end where the whole grid tells
-            if is_shared or not cache.is_empty:
+            if is_shared or not (cache.is_empty and q.shape[1]):  # a call without cells has no grid of its own
                 k, v, grid = cache.k, cache.v, (cache.max_length,)
                 options = options | {"query_start": 0 if cache.is_empty else cache.lengths}
         results = computed(q, k, v, self.neighbourhoods(grid), **options)

@@ -22,7 +22,16 @@ from cases import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hilbert_lib import DilatedPattern, Ordering, attend, dilated_attention, explain_backend, neighbourhood_attention
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    Ordering,
+    PointNeighbourhood,
+    attend,
+    dilated_attention,
+    explain_backend,
+    neighbourhood_attention,
+)
 from hilbert_lib.attention.backends import backend, strided
 from hilbert_lib.attention.backends.dense import Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
@@ -331,3 +340,15 @@ def test_a_v_of_another_width_is_served_as_its_refusal_says(of_keys, of_values):
 def test_a_device_without_an_lse_is_refused_by_name():
     meta = X.to("meta")
     assert "no lse on device meta" in explain_backend(meta, meta, meta, ALIGNED).reasons["sdpa"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize(
+    "pattern",
+    [ALIGNED, Neighbourhood((32,), 5), PointNeighbourhood(torch.arange(32)[:, None], 5)],
+    ids=["dilated", "window", "points"],
+)
+def test_weights_of_large_scores_sum_to_1(backend, pattern):
+    q = k = torch.full((1, 32, 2, 8), 1000.0)
+    out = attend(q, k, torch.ones_like(q), pattern, scale=1.0, backend=backend)
+    assert_close([out], [torch.ones_like(out)], 1e-5)

@@ -138,6 +138,19 @@ def test_windows_that_queries_share_are_those_of_a_grid_of_the_whole_room():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("make", [multihead, line])
+def test_a_call_without_tokens_leaves_a_cache_as_it_is(make):
+    decoder = Decoder(make())
+    decoder.module.double()
+    x = torch.randn(2, ROOM, EMBED, dtype=torch.float64)
+    cache = decoder.module.make_cache(2, ROOM)
+    assert decoder(x[:, :0], cache=cache).shape == (2, 0, EMBED)
+    assert cache.is_empty
+    found = [decoder(part, cache=cache) for part in x.split([9, 0, ROOM - 9], 1)]
+    torch.testing.assert_close(torch.cat(found, 1), decoder(x), atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
 def test_tokens_can_be_taken_back_and_tokens_first_axis_or_batch_may_lack():
     decoder = Decoder(multihead(batch_first=False))
     decoder.module.double()

@@ -44,7 +44,8 @@ class Eager:
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         scores = Eager._scores(q, k, problem)
         lse = scores.logsumexp(-1)
-        probabilities = Eager._probabilities(scores, lse, problem)
+        # Not exp(scores - lse): where scores are large, lse is rounded so much that these do not sum to 1.
+        probabilities = torch.where(scores == -torch.inf, 0.0, scores.softmax(-1))
         if problem.dropout_factor is not None:
             probabilities = probabilities * problem.dropout_factor
         return probabilities @ v.to(scores.dtype), lse

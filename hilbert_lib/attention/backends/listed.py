@@ -51,7 +51,8 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     lse = inputs.q.new_full((batch, count + 1, heads), -torch.inf, dtype=WORKING_DTYPE[inputs.q.dtype])
     for block in _blocks_of_queries(inputs, request):
         own_lse = block.scores.logsumexp(-1, keepdim=True)
-        weights = (block.scores - _finite(own_lse)).exp_()
+        # Not exp(scores - lse): where scores are large, lse is rounded so much that these do not sum to 1.
+        weights = block.scores.softmax(-1).masked_fill_(own_lse == -torch.inf, 0.0)
         out.index_copy_(1, block.rows, _by_row(_weighted(weights, block), heads).to(out.dtype))
         lse.index_copy_(1, block.rows, _by_row(own_lse, heads)[..., 0])
     return out[:, :count].contiguous(), lse[:, :count].transpose(1, 2).contiguous()

@@ -54,7 +54,8 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
         outs, lses = out[:, :, which], lse[:, :, which]
         for tile in _chunks(window_inputs, near, request):
             part_lse = tile.scores.logsumexp(-1)
-            weights = (tile.scores - _finite(part_lse)[..., None]).exp_()
+            # Not exp(scores - lse): where scores are large, lse is rounded so much that these do not sum to 1.
+            weights = tile.scores.softmax(-1).masked_fill_(part_lse[..., None] == -torch.inf, 0.0)
             outs.index_copy_(1, tile.queries, _by_row(weights @ tile.v, outs).to(out.dtype))
             lses.index_copy_(1, tile.queries, _by_row(part_lse[..., None], outs)[..., 0])
         if not isinstance(which, slice):
