@@ -11,7 +11,8 @@ from hilbert_lib.attention.caches import KeyValueCache, check_cache
 from hilbert_lib.attention.grid_parts import part_of_box
 from hilbert_lib.attention.modules import Prepare, ProjectedAttention, check_prepare, positions, prepared, where_made
 from hilbert_lib.attention.transforms import refuse_tracers
-from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.attention.validation import check_backend
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 
 class NeighbourhoodAttention(ProjectedAttention):
@@ -74,12 +75,13 @@ class NeighbourhoodAttention(ProjectedAttention):
         self.has_head_windows = isinstance(windows, tuple) and any(isinstance(each, tuple) for each in windows)
         if self.has_head_windows and len(windows) != self.kv_heads:
             raise ValueError(f"window must be one for each of the {self.kv_heads} KV heads, got {windows}")
-        self.backend = backend
+        self.backend = check_backend(backend, HeadNeighbourhoods)
         checks.boolean("bias", bias)
         factory = where_made(device, dtype)
         self.in_proj = nn.Linear(self.embed_dim, sum(self.projected_sizes), bias=bias, **factory)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         sides = self._bias_sides() if checks.boolean("relative_bias", relative_bias) else None
+        self._check_rules()
         table = nn.Parameter(torch.empty(self.num_heads, *sides, **factory)) if sides else None
         self.register_parameter("relative_bias", table)
         self._draw_bias()
@@ -96,16 +98,30 @@ class NeighbourhoodAttention(ProjectedAttention):
 
     def _bias_sides(self) -> list[int]:
         # 2 * w - 1 for each axis, of the largest window w.
-        window = self.rules["window"]
-        windows = window if self.has_head_windows else (window,)
-        others = (rule for name, rule in self.rules.items() if name != "window")
-        axes = next((len(rule) for rule in (*windows, *others) if isinstance(rule, tuple)), 0)
+        window, windows, axes = self.rules["window"], self._windows(), self._axes()
         if not axes:
             raise ValueError(f"window must have one value for each axis where relative_bias is True, got {window!r}")
         by_head = [checks.integers("window", x if isinstance(x, tuple) else (x,) * axes, least=1) for x in windows]
         if any(len(sizes) != axes for sizes in by_head):
             raise ValueError(f"window must have one value for each of the {axes} axes, got {window!r}")
         return [2 * max(sizes) - 1 for sizes in zip(*by_head, strict=True)]
+
+    def _windows(self) -> tuple:
+        # The window of all heads, or that of each KV head.
+        return self.rules["window"] if self.has_head_windows else (self.rules["window"],)
+
+    def _axes(self) -> int:
+        # Number of axes, where a rule has one value for each; 0 where none has.
+        others = (rule for name, rule in self.rules.items() if name != "window")
+        return next((len(rule) for rule in (*self._windows(), *others) if isinstance(rule, tuple)), 0)
+
+    def _check_rules(self) -> None:
+        # What holds of every grid is checked on one of a single cell. Into that edge="wrap" would not fit.
+        edge = self.rules["edge"]
+        edges = tuple("clip" if x == "wrap" else x for x in (edge if isinstance(edge, tuple) else (edge,)))
+        rules = self.rules | {"edge": edges if isinstance(edge, tuple) else edges[0]}
+        for window in self._windows():
+            Neighbourhood((1,) * (self._axes() or 1), **rules | {"window": window})
 
     def neighbourhoods(self, grid: tuple[int, ...]) -> Neighbourhood | tuple[Neighbourhood, ...]:
         """The neighbourhood of all heads on a grid, or one for each KV head."""
