@@ -361,7 +361,8 @@ def sass_of(kernel) -> str:
 
 def of_warp_specialised(kernel, ptxas_log: str) -> dict:
     """How many programs an H100's multiprocessor holds, how often a product waits, and what stands in the loops."""
-    assert "ptxas info" in ptxas_log, "without its words no wait would be counted"
+    # The assembler of Triton 3.9 calls itself ptxas-blackwell.
+    assert re.search(r"ptxas\S* info", ptxas_log), "without its words no wait would be counted"
     ptx, sass = kernel.asm["ptx"], sass_of(kernel)
     registers, threads = (int(re.search(rf"\.{size} (\d+)", ptx)[1]) for size in ("maxnreg", "reqntid"))
     # Each loop of a forward from the wait for scores to that for the product with v, held late.
