@@ -127,9 +127,9 @@ def joint_attention(
         if x is not None:
             keys.append(x.double())
             values.append(values_of_x.double())
-            hidden.append(torch.zeros(x.shape[:2], dtype=torch.bool) if mask is None else mask)
+            hidden.append(torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask)
     if key_start is not None:
-        hidden[0] = hidden[0] | (torch.arange(k.shape[1]) < key_start[:, None])
+        hidden[0] = hidden[0] | (torch.arange(k.shape[1], device=k.device) < key_start[:, None])
     (batch, queries, heads, head_dim), group = extra_q.shape, q.shape[2] // k.shape[2]
     keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
     times = (~torch.cat(hidden, 1)).double()[:, None, None].expand(batch, heads, queries, -1)

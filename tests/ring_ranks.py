@@ -597,7 +597,9 @@ def compare_joint(
     generator = torch.Generator().manual_seed(2)
     hidden, extra_hidden = torch.rand(heads[0], cells, generator=generator) < 0.4, torch.zeros(heads[0], 3) > 0
     extra_hidden[:, 1] = True
-    masks = {"key_padding_mask": hidden, "extra_padding_mask": extra_hidden} if padded else {}
+    masks = {}
+    if padded:
+        masks = {"key_padding_mask": hidden.to(device()), "extra_padding_mask": extra_hidden.to(device())}
     douts, share = (other["q"], other["extra_q"]), (rank + 1) / (ranks * (ranks + 1) / 2)
 
     def run(call, tensors, own, of_extra, **options):
@@ -615,12 +617,10 @@ def compare_joint(
     exact = run(partial(oracle.joint_attention, pattern=near), exact_tensors, whole, 1.0, **masks)
     one = run(partial(neighbourhood_attention, neighbourhood=near), given, whole, 1.0, **options, **masks)
     if padded:
-        masks["key_padding_mask"] = hidden[:, rows]
+        masks["key_padding_mask"] = masks["key_padding_mask"][:, rows]
     call = partial(ring_neighbourhood_attention, neighbourhood=near, shards=spread)
     errors = {}
-    for name, x in run(
-        call, given, rows, share, **options, **{key: x.to(device()) for key, x in masks.items()}
-    ).items():
+    for name, x in run(call, given, rows, share, **options, **masks).items():
         x, truth, single = (y.detach().double().to(device()) for y in (x, exact[name], one[name]))
         if name in ("extra_q", "extra_k", "extra_v"):
             dist.all_reduce(x)

@@ -103,8 +103,9 @@ def test_plain_kernels_are_the_oracles(case):
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("backend", ["eager", "triton", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_on_a_gpu_random_calls_are_the_oracles(dtype, backend, head_dim):
-    for seed in range(16):
+@pytest.mark.parametrize("first", range(0, 16, 2))
+def test_on_a_gpu_random_calls_are_the_oracles(first, dtype, backend, head_dim):
+    for seed in (first, first + 1):
         check_random(seed, dtype, backend, head_dim=head_dim, device="cuda")
 
 

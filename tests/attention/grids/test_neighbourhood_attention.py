@@ -78,13 +78,14 @@ def test_all_options_together(rules, backend):
         check_on_grid(rules, heads, order, more, dtype, backend)
 
 
+# Apart, since each compiles kernels of its own: as one test a rule's took minutes.
 @pytest.mark.gpu
+@pytest.mark.parametrize("n", range(12))
 @pytest.mark.parametrize("rules", every_rule(LARGE), ids=str)
-def test_on_a_gpu_the_kernels_serve_all_options(rules):
-    dtypes = torch.float32, torch.bfloat16, torch.float16
-    for n, (dtype, head_dim) in enumerate(product(dtypes, (16, 40, 64, 128))):
-        how = (list(ORDERS)[n % 3], MORE[n // 3 % 4])
-        check_on_grid(rules, "grouped", *how, dtype, "triton", head_dim, device="cuda")
+def test_on_a_gpu_the_kernels_serve_all_options(rules, n):
+    dtype, head_dim = list(product((torch.float32, torch.bfloat16, torch.float16), (16, 40, 64, 128)))[n]
+    how = (list(ORDERS)[n % 3], MORE[n // 3 % 4])
+    check_on_grid(rules, "grouped", *how, dtype, "triton", head_dim, device="cuda")
 
 
 @grids_in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"), WITH_DLSE, more=BIASED)
