@@ -276,6 +276,17 @@ def test_the_docstring_of_a_folder_of_the_laboratory_lists_its_files(folder):
     assert sorted(listed) == sorted(inside)
 
 
+def test_docstrings_do_not_begin_with_a_clause_in_place_of_a_noun():
+    begins = re.compile(r"(What|How|Which|Where|When|Why|Who)\b")
+    clauses = [
+        f"{name}.{getattr(node, 'name', '')}"
+        for name, text in sources().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and begins.match(ast.get_docstring(node) or "")
+    ]
+    assert clauses == []
+
+
 def test_no_private_name_crosses_a_module():
     crossing = [
         f"{name} imports {alias.name}"

@@ -1,4 +1,4 @@
-"""What machine, what software and which code this is: the facts that stand with every measurement."""
+"""Facts that stand with every measurement: machine, software and code."""
 
 import os
 import platform

@@ -174,7 +174,7 @@ def from_blocks(
 def blocks_of(
     pattern: Pattern, queries: Tensor, length: int, head: int, heads: int, *, is_causal: bool = False
 ) -> Blocks:
-    """What some queries of a KV head attend to: a block for each segment of a branch, or for each part of a pattern."""
+    """Keys of some queries of a KV head: a block for each segment of a branch, or for each part of a pattern."""
     how = {"length": length, "head": head, "heads": heads, "is_causal": is_causal}
     if isinstance(pattern, Union):
         return [block for part in pattern.patterns for block in blocks_of(part, queries, **how)]

@@ -165,7 +165,7 @@ def has_records(path: Path) -> bool:
 
 
 def _files(path: Path) -> list[Path]:
-    """What is there of a file of records: packed, and measured since."""
+    """Files of records that are there: packed, and measured since."""
     return [file for file in (Path(f"{path}{PACKED}"), path) if file.exists()]
 
 

@@ -1,4 +1,4 @@
-"""What the documents under examination published, restated so that it can be run: the claims, not our code."""
+"""Claims of the documents under examination, restated so that they can be run. They are not our code."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def seed_hilbert_d2xy(n: int, d: int) -> tuple[int, int]:
 
 
 def seed_key_sets(length: int, segment_length: int, dilation_rate: int) -> tuple[Tensor, Tensor]:
-    """Which keys the documents' two kernels select for every query: the "standard" one and the "Hilbert" one.
+    """Keys that the documents' two kernels select for every query: the "standard" one and the "Hilbert" one.
 
     With h the 2-D snake, program row m of the standard kernel reads keys s + i r, i < w / r, with s = (m div w) w. Row
     m of the Hilbert kernel serves query h[m] and reads keys h[s + i r] with s = (h[m] div w) w. The length is a

@@ -48,7 +48,7 @@ def candidates(work: Workload, *, gradient: bool) -> list[str]:
 
 
 def chosen(work: Workload, *, gradient: bool) -> str:
-    """What "auto" takes for this work."""
+    """Backend that "auto" takes for this work."""
     q, k = work.stand_ins(gradient=gradient)
     return explain_backend(q, k, k, work.pattern, is_causal=work.is_causal).chosen
 
@@ -72,7 +72,7 @@ def _beside_choice(label: str, work: Workload, attend: Callable, names: Sequence
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
-    """What the automatic choice was worth, work by work; each backend's column is its time over the choice's.
+    """Worth of the automatic choice, work by work; each backend's column is its time over the choice's.
 
     Calls follow each other, and so take the device's time or the host's to queue them, whichever is longer; with
     on_device, as in a CUDA graph, and in records without the host's, the device's alone.

@@ -1,4 +1,4 @@
-"""How long calls take among calls of their own back to back, as in training, where a GPU meets its limit of power."""
+"""Time of calls among calls of their own back to back, as in training, where a GPU meets its limit of power."""
 
 import statistics
 import time

@@ -122,5 +122,5 @@ def sides_of(record: dict) -> list[dict]:
 
 
 def identity_of(sides: list[dict]) -> str:
-    """What makes sides the same in another run: their names and parameters."""
+    """Fields that make sides the same in another run: their names and parameters."""
     return json.dumps([[side["name"], side["parameters"]] for side in sides], sort_keys=True)

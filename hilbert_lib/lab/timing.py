@@ -69,7 +69,7 @@ class Measurement:
 
     @property
     def call_ms(self) -> float:
-        """What a call costs among others like it: the longer of the device's time and the host's."""
+        """Cost of a call among others like it: the longer of the device's time and the host's."""
         return max(self.median_ms, self.host_ms or 0.0)
 
     def record(self) -> dict:
@@ -183,6 +183,6 @@ def resampled_medians(samples: Sequence[float], rng: np.random.Generator) -> np.
 
 
 def interval_of(statistics: np.ndarray) -> tuple[float, float]:
-    """What 95 % of them lie within."""
+    """Interval that 95 % of them lie within."""
     low, high = np.quantile(statistics, [0.025, 0.975])
     return float(low), float(high)

@@ -93,7 +93,7 @@ class Workload:
 
     @property
     def parameters(self) -> dict:
-        """What distinguishes it, for a record."""
+        """Fields that distinguish it, for a record."""
         names = ("length", "heads", "head_dim", "is_causal", "dtype")
         groups = {} if self.kv_heads == self.heads else {"kv_heads": self.kv_heads}
         return _fields_of(self.pattern) | {name: getattr(self, name) for name in names} | groups
@@ -170,12 +170,12 @@ class Workload:
         return q, element.expand(1, self.length, self.kv_heads, self.head_dim)
 
     def refusal(self, backend: str, *, gradient: bool) -> str:
-        """Why a backend cannot serve the call; "" where it can."""
+        """Reason why a backend cannot serve the call; "" where it can."""
         q, k = self.stand_ins(gradient=gradient)
         return backends_for(self.call.pattern)[backend].refusal(q, self.call, k)
 
     def estimate(self, backend: str, direction: str) -> MemoryEstimate:
-        """What memory a call takes by one backend."""
+        """Estimate of a call's memory by one backend."""
         names = ["heads", "kv_heads", "head_dim", "device"]
         if self.pattern.length is None:
             names += ["length", "is_causal"]

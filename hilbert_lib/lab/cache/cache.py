@@ -1,4 +1,4 @@
-"""Which sectors, lines and pages a branch of dilated attention touches when k and v are stored in some order."""
+"""Sectors, lines and pages that a branch of dilated attention touches when k and v are stored in some order."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ KEY_ORDERS = ("storage", "position")
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the rows of k lie in memory; v lies behind k in the same way.
+    """Place of the rows of k in memory; v lies behind k in the same way.
 
     row_bytes: of one head's row. layout: "bshd" where the heads of a token lie side by side, "bhsd" where the tokens of
     a head do.
@@ -84,12 +84,12 @@ def row_units(addresses: Tensor, row_bytes: int, unit_bytes: int) -> tuple[Tenso
 
 
 def units_touched(addresses: Tensor, row_bytes: int, unit_bytes: int) -> int:
-    """How many different units a set of rows touches."""
+    """Number of different units that a set of rows touches."""
     return row_units(addresses, row_bytes, unit_bytes)[0].unique().numel()
 
 
 def tile_requests(addresses: Tensor, tiles: Tensor, row_bytes: int, unit_bytes: int) -> tuple[Tensor, Tensor]:
-    """Which units each tile requests, each once: (tiles, units), ascending."""
+    """Units that each tile requests, each once: (tiles, units), ascending."""
     units, rows = row_units(addresses, row_bytes, unit_bytes)
     span = int(units.max()) + 1
     requests = (tiles[rows] * span + units).unique()

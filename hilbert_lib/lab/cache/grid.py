@@ -1,4 +1,4 @@
-"""How compact in the grid are blocks of consecutive slots, in every order of the cells."""
+"""Compactness in the grid of blocks of consecutive slots, in every order of the cells."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What a cache of a given size can reuse: the reads of a dilated attention kernel against an exact LRU model.
+"""Reads that a cache of a given size can reuse: those of a dilated attention kernel against an exact LRU model.
 
 The model is a fully associative cache that forgets the least recently used unit. A GPU's L2 is set-associative, hashed,
 shared with other traffic, and tags lines of four sectors: a prediction to test, not a measurement.
@@ -187,7 +187,7 @@ def hit_rates(
 
 
 def _previous(units: Tensor) -> Tensor:
-    """Which read of the same unit came last before each read; -1 where none did."""
+    """Read of the same unit that came last before each read; -1 where none did."""
     by_unit = units.argsort(stable=True)
     again = units[by_unit[1:]] == units[by_unit[:-1]]
     previous = torch.full_like(units, -1)

@@ -1,4 +1,4 @@
-"""What an order of a grid's cells makes of neighbourhood attention: blocks touched and rows exchanged, counted."""
+"""Blocks touched and rows exchanged by neighbourhood attention in each order of a grid's cells, counted."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -108,7 +108,7 @@ def count_blocks(
 
 
 def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: int, kv_block: int) -> Tensor:
-    """How many pairs attend in each block: (query blocks, key blocks) int64; pair by pair, for small grids."""
+    """Number of attending pairs in each block: (query blocks, key blocks) int64; pair by pair, for small grids."""
     check_length(neighbourhood, ordering)
     q = kv = torch.zeros(1, dtype=torch.int64, device="cpu")  # positions of the pairs
     for axis in neighbourhood.axes:
@@ -134,7 +134,7 @@ def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFra
 def block_reach(
     neighbourhood: Neighbourhood, *, block_size: int, names: Sequence[str], position: int | None = None
 ) -> pd.DataFrame:
-    """What the block of queries that holds a position, by default the middle, reaches in each order: a row a cell.
+    """Cells that a position's block of queries reaches in each order, a row a cell. The default is the middle.
 
     slot: of the cell, ascending. order: of `names`.
     part: "queries", "seen" (through a window), "computed" (not seen, but in a block of keys that is) or "skipped".
@@ -157,7 +157,7 @@ def block_reach(
 
 
 def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_bytes: int) -> pd.DataFrame:
-    """What ranks receive when each holds an equal run of consecutive slots: the rows of k and v that its windows reach.
+    """Rows of k and v that ranks receive for their windows when each holds an equal run of consecutive slots.
 
     ranks: numbers of them, of which each divides the cells. row_bytes: of a token's row of k, all heads; v has as many.
     total_bytes: received by all ranks; most_bytes: by the rank that receives most.

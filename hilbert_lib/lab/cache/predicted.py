@@ -1,4 +1,4 @@
-"""What the hardware should count in one launch: sectors that the L1s ask of L2, what L2 finds, bytes from memory.
+"""Predicted counts of one launch: sectors that the L1s ask of L2, what L2 finds, bytes from memory.
 
 The model joins exact counts of what a kernel's loops load, as `cache` gives them, with the LRU cache of `l2`.
 It takes rows of k and v past L1, as the kernels' asynchronous copies of 16 bytes go. What 8 threads of such a copy ask
@@ -30,7 +30,7 @@ QUANTITIES = {"l1_sectors": False, "l2_found_percent": True, "dram_read_bytes": 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one launch should read, with empty caches before it: sectors from L2 into the L1s, and bytes from memory."""
+    """Predicted reads of one launch with empty caches: sectors from L2 into the L1s, and bytes from memory."""
 
     l1_sectors: int
     l2_found_percent: float
@@ -97,7 +97,7 @@ def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu) -> Pred
 
 
 def model_errors(table: pd.DataFrame) -> pd.DataFrame:
-    """How far the model is from what was counted (`counter_table`), by kernel and quantity.
+    """Errors of the model against the counts (`counter_table`), by kernel and quantity.
 
     median and worst are absolute, in "%" of what was counted or in "points"; above_10 counts cases further off than 10.
     """

@@ -20,7 +20,7 @@ AXES = {2: ["row", "col"], 3: ["a", "b", "c"]}
 
 
 def path_table(panels: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> pd.DataFrame:
-    """What `draw_paths` and `draw_volumes` take, a row for each cell of each path.
+    """Table that `draw_paths` and `draw_volumes` take, a row for each cell of each path.
 
     `panels` holds by title the (cells, 2) or (cells, 3) coordinates in the order of the path, and the grid's sides.
     """

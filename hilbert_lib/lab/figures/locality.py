@@ -1,4 +1,4 @@
-"""What lies in storage, what a branch reads of it, and what comes along: pictures of the cache model."""
+"""Pictures of the cache model: what lies in storage, what a branch reads of it, and what comes along."""
 
 import numpy as np
 import pandas as pd

@@ -16,7 +16,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 
 
 def cell_table(grids: Mapping[str, Tensor]) -> pd.DataFrame:
-    """What `draw_cells` takes of (rows, columns) integers by title: panel, row, column and value of what is not 0."""
+    """Table for `draw_cells` of (rows, columns) integers by title: panel, row, column and value of what is not 0."""
     tables = []
     for panel, grid in grids.items():
         values = grid.long().numpy()
@@ -57,7 +57,7 @@ def draw_cells(
 def draw_query(
     pattern: DilatedPattern, *, length: int, kv_heads: int, is_causal: bool, branch: int, head: int, position: int
 ) -> Figure:
-    """What one query of one KV head sees through one branch, in the grid of all queries and beside other branches."""
+    """Picture of one query's keys in one KV head and branch, in the grid of all queries and beside other branches."""
     every = torch.arange(length)
     heads = {"kv_head": head, "kv_heads": kv_heads, "is_causal": is_causal}
     masks = torch.stack([pattern.mask(i, every, every, **heads) for i in range(len(pattern.branches))]).numpy()

@@ -208,7 +208,7 @@ def by_hand(width: float, height: float, **margins: float) -> Figure:
 
 
 def key_of(parts: Iterable[tuple[str, str]]) -> list[Patch]:
-    """What a legend shows of (colour, label), but of those without a label."""
+    """Labels of a legend with (colour, label) each, but those without a label."""
     return [Patch(fc=colour, ec="0.5", label=label) for colour, label in parts if label]
 
 

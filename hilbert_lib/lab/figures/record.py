@@ -85,7 +85,7 @@ def write_figures(folder: Path, figures: dict[str, dict]) -> None:
 
 
 def read_figures(folder: str | Path) -> dict[str, dict]:
-    """What the figures of a folder are drawn from: name to `draw`, `options` and `table`, its columns by name."""
+    """Sources of the figures of a folder: name to `draw`, `options` and `table`, its columns by name."""
     path = Path(folder) / FIGURES
     figures = json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
     for figure in figures.values():

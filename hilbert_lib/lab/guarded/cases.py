@@ -33,7 +33,7 @@ SWEEP = "attention"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `SafeBenchmarkRunner` runs, and what is known before it is tried.
+    """Function that `SafeBenchmarkRunner` runs, and facts that are known of its sides before they are tried.
 
     target: "module:function", called in a process of its own with a point whose "sides" are measured together; it
     yields a record of `timing` as soon as it has one: of the first side beside each other. refusal: why a side cannot
@@ -115,7 +115,7 @@ def measure_attention(point: dict) -> Iterator[dict]:
 
 
 def attention_refusal(point: dict, side: str) -> str:
-    """Why a backend cannot serve a point, or why its time would mean nothing; "" where it can."""
+    """Reason why a backend cannot serve a point, or why its time would mean nothing; "" where it can."""
     work = _work(point)
     if side == "triton" and work.device.type == "cpu" and kernel_mode() == "interpreted":
         return "its kernels are interpreted here: their times mean nothing"
@@ -123,7 +123,7 @@ def attention_refusal(point: dict, side: str) -> str:
 
 
 def attention_estimate(point: dict, side: str) -> MemoryEstimate:
-    """What memory one side of a point takes, with what lies beside it in its process."""
+    """Estimate of the memory of one side of a point, with what lies beside it in its process."""
     estimate = _work(point).estimate(side, point["direction"])
     items, beside = estimate.items, {}
     if point["direction"] == "forward":

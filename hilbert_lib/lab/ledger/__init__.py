@@ -1,4 +1,4 @@
-"""What the documents claim, and what was found: claims ask the questions, records hold the answers.
+"""Claims of the documents, and their answers: claims ask the questions, records hold the answers.
 
 claims      the entries, a file a subject, each with the computation that answers it
 claim       what an entry says

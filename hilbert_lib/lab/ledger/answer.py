@@ -1,4 +1,4 @@
-"""What was found of a claim: its cases, and the verdict that they give.
+"""Answers to a claim: its cases, and the verdict that they give.
 
 No measured value stands in the ledger. Value and verdict are computed each time they are shown.
 """
@@ -23,7 +23,7 @@ MOST = 0.85  # share of the cases under a condition that hold, and of the others
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a claim: value, with its interval or the range of all cases, and the folder that was read.
+    """Answer to a claim: value, with its interval or the range of all cases, and the folder that was read.
 
     left_out: how many cases each query of `leaves_out` takes away from the judged ones.
     """
@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def evidence(self) -> str:
-        """Where the answer comes from: a folder, tests, or "computed"."""
+        """Source of the answer: a folder, tests, or "computed"."""
         if self.run is not None:
             return self.run.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")
         return " ".join(self.claim.tests) or ("computed" if self.cases is not None else "")
@@ -63,12 +63,12 @@ class Answer:
 
 @cache
 def answers() -> dict[str, Answer]:
-    """What the committed records say of every claim of the ledger, by id."""
+    """Answers of the committed records to every claim of the ledger, by id."""
     return {name: answer(claim) for name, claim in LEDGER.items()}
 
 
 def answer(claim: Claim, run: Path | None = None) -> Answer:
-    """What the newest committed record (or that of a folder), the computation or the tests say of a claim.
+    """Answer to a claim by the newest committed record (or that of a folder), the computation or the tests.
 
     ValueError: for a claim of a record, where there is no checkout that holds records.
     """

@@ -1,4 +1,4 @@
-"""What an entry of the ledger says: a claim, the documents that make it, the computation that answers it, a verdict."""
+"""Entry of the ledger: a claim, the documents that make it, the computation that answers it, a verdict."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -85,7 +85,7 @@ def loop_sides(sides: Sequence[int]) -> Pairs:
 
 
 def claim_table(records: Sequence[dict]) -> pd.DataFrame:
-    """What is claimed of the documents' sizes beside what was seen.
+    """Table of the documents' claims on sizes, beside what was seen.
 
     Of the two pairs, "functions" and "layouts": the ratio (above 1: the Hilbert side is faster), _low and _high, and
     _apart, the relative difference of the outputs.

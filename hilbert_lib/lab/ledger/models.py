@@ -86,7 +86,7 @@ def lines_shared_by_branches() -> pd.DataFrame:
 
 
 def plain_kernel_on_reordered_keys() -> pd.DataFrame:
-    """How far a dense kernel's output moves where k and v are reordered along the Hilbert curve and it is not told."""
+    """Error of a dense kernel's output where k and v are reordered along the Hilbert curve and it is not told."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 256, 32, generator=generator, dtype=torch.float64) for _ in range(3))
     order, attend = Ordering.from_curve("hilbert", 256), torch.nn.functional.scaled_dot_product_attention

@@ -91,7 +91,7 @@ def filled_texts(root: Path = ROOT) -> dict[Path, str]:
 
 
 def _causes() -> dict[str, str]:
-    """What another program alone makes of each printed ratio, and what is left of all of them where it is fair.
+    """Share of each printed ratio that another program alone makes, and what is left of all of them where it is fair.
 
     Of the record that the figures draw, and of notebook 04's newest, whose host may have had other work.
     """
@@ -124,7 +124,7 @@ def _ends(name: str, values: pd.Series, form: str = ".2f") -> dict[str, str]:
 
 
 def _orders(records: list[dict]) -> dict:
-    """What an order of k and v changes in one function: over whole sequences, at the documents' size, in decoding."""
+    """Effect of an order of k and v in one function: over whole sequences, at the documents' size, in decoding."""
     hilbert, best = (kernels.layout_ratios(records, order=order, where=WHOLE_LINES) for order in ("hilbert", "best"))
     plain = kernels.layout_ratios(records, order=NO_TABLE, where=WHOLE_LINES)
     slots = {**_ends("rows_hilbert", hilbert.value), "rows_works": len(hilbert), "rows_best": f"{best.value.max():.2f}"}
@@ -147,8 +147,8 @@ def _orders(records: list[dict]) -> dict:
 
 
 def _grids(records: list[dict]) -> dict:
-    """What an order gains on grids over row by row, what storing q, k and v anew in each call leaves of it, and what
-    boxes gain over the best order.
+    """Gain of an order on grids over row by row, gain that is left where q, k and v are stored anew in each call, and
+    gain of boxes over the best order.
     """
     gains, work = kernels.grid_gains(records), ["side", "window", "block_size", "head_dim"]
     hilbert = gains[gains.order == "hilbert"].set_index(work)
@@ -198,7 +198,7 @@ def _choice(choices: list[dict], records: list[dict]) -> dict:
 
 
 def _sustained(choices: list[dict], grids: list[dict]) -> dict:
-    """What is left of the fused kernels' speed in single calls back to back, in percent; and boxes over others so."""
+    """Share of the fused kernels' speed that is left back to back, in percent; and boxes over others so."""
     calls, works = both_ways(choices, "selection"), both_ways(grids, "neighbourhood")
     slots = {}
     for name, table, kernel in (("kept", calls, fused_name(calls.name)), ("boxes_kept", works, "boxes, raster")):
@@ -215,7 +215,7 @@ def _sustained(choices: list[dict], grids: list[dict]) -> dict:
 
 
 def _saved() -> dict:
-    """How many times fewer FLOP the reference work takes than dense attention, and how many times less time."""
+    """Ratio of FLOP and of time of dense attention to those of the reference work."""
     slots, timed = {}, answer(LEDGER["K10"]).cases.set_index("length").value
     for length in (8192, 131072):
         dense, dilated = (
@@ -256,7 +256,7 @@ def _ring(records: list[dict]) -> dict:
 
 
 def _weak_grids(records: list[dict]) -> dict:
-    """What a GPU among several keeps of the speed of one alone on as many cells each, back to back, in percent."""
+    """Share of one GPU's speed that each of several keeps on as many cells each, back to back, in percent."""
     weak = pd.DataFrame([record for record in records if (record["sweep"], record["side"]) == ("weak", RECTANGLES)])
     took = weak.assign(window=weak.window.map(str)).pivot(index="window", columns="ranks", values="sustained_ms")
     slots = {}
@@ -285,7 +285,7 @@ def _hidden_on_grids() -> dict[str, str]:
 
 
 def _claims() -> dict:
-    """How many claims there are, and how many hold, hold under a condition, do not hold, and cannot be tested."""
+    """Number of claims, and of those that hold, hold under a condition, do not hold, and cannot be tested."""
     verdicts = pd.Series([claim.verdict for claim in LEDGER.values()])
     slots = {"claims": len(verdicts), "claims_hold": int(verdicts.str.fullmatch(f"{HOLDS}( as planned)?").sum())}
     slots["claims_hold_when"] = int(verdicts.str.startswith(HOLDS).sum()) - slots["claims_hold"]

@@ -22,7 +22,7 @@ PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli.main import main; main()"], 
 
 
 def claim_pairs(claims: Iterable[str], *, device: torch.device | str, segment_length: int = 1024) -> Pairs:
-    """What is timed for some claims: pairs for `pairs.run_sides`, the standard side first.
+    """Pairs that are timed for some claims, for `pairs.run_sides`, the standard side first.
 
     segment_length: w of K3 and K4; the documents name none. Their D = 768 is 12 heads of 64.
     """
@@ -58,7 +58,7 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
 
 
 def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> list[str]:
-    """What `rerun` would do, in lines: the command that it runs, or the pairs that it times itself."""
+    """Lines on what `rerun` would do: the command that it runs, or the pairs that it times itself."""
     if not claim.pairs:
         return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
     lines = []

@@ -47,7 +47,7 @@ def memory_by_ranks(records: Sequence[dict], *, tokens: int, ranks: Sequence[int
 
 
 def gathered_over_ring(records: Sequence[dict], *, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
-    """What gathering takes over passing the dilated rows round a ring: bytes sent, and memory of the fullest rank.
+    """Ratio of gathering to passing the dilated rows round a ring: bytes sent, and memory of the fullest rank.
 
     gathered: "the same rows", as planned and as measured, or "all k and v", as measured.
     """

@@ -16,7 +16,7 @@ DAY = 86400
 
 @dataclass(frozen=True)
 class Ending:
-    """How the execution of a notebook ended.
+    """End of the execution of a notebook.
 
     cause: what ended it before its last cell; None where it finished.
     cells: how many cells had begun.

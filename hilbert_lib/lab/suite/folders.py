@@ -80,7 +80,7 @@ def conclude(
 
 
 def final_folder(run_folder: Path, manifest: dict) -> Path:
-    """Where a run that has ended belongs: its point's name, or NAME.failed, so that no failure replaces a result."""
+    """Folder of a run that has ended: its point's name, or NAME.failed, so that no failure replaces a result."""
     return run_folder / (manifest["name"] + ("" if manifest["status"] == OK else FAILED))
 
 

@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def error_line(manifest: dict) -> str:
-    """What ended a run, in one line.
+    """Error that ended a run, in one line.
 
     >>> error_line({"error": {"type": "ValueError", "message": "too short", "cell": 3}})
     'ValueError: too short (cell In [3])'

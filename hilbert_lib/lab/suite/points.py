@@ -60,7 +60,7 @@ class Notebook:
         return {name: parameter for name, parameter in self.parameters.items() if name != OUTPUT_DIR}
 
     def facts(self) -> dict:
-        """What there is to know before it runs, for programs."""
+        """Facts that are known before it runs, for programs."""
         parameters = [vars(parameter) for parameter in self.settable.values()]
         return {"name": self.name, "title": self.title, "question": self.question, "parameters": parameters}
 
@@ -94,7 +94,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """What makes two runs the same run: code of the notebook and of the library, and parameters."""
+        """Identity of a run: code of the notebook and of the library, and parameters."""
         from hilbert_lib.machine import code_hash  # with torch, which listing notebooks does not need
 
         return _digest([self.notebook.name, self.notebook.code_hash, code_hash(), self.parameters])
@@ -130,7 +130,7 @@ def find_notebooks(folder: Path | None = None, names: Iterable[str] = ()) -> lis
 
 
 def read_notebook(path: Path) -> Notebook:
-    """What the suite needs to know of one notebook; a ValueError names one that cannot be read."""
+    """Facts that the suite needs of one notebook; a ValueError names one that cannot be read."""
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         cells = [(cell["cell_type"], "".join(cell["source"]), cell["metadata"].get("tags", [])) for cell in cells]
@@ -186,7 +186,7 @@ def _parse(notebook: Notebook, name: str, text: Text, is_sweep: bool = False) ->
 
 
 def _texts_of(source: Path | None, notebook: Notebook) -> dict[str, Text]:
-    """What a file sets for the notebook, or its own file NAME.yaml in a folder."""
+    """Values that a file sets for the notebook, or its own file NAME.yaml in a folder."""
     if source is None or not source.is_dir():
         return read_parameter_file(source) if source else {}
     if not (files := [path.name for path in source.glob("*.y*ml")]):
@@ -246,7 +246,7 @@ def _check_finite(name: str, items: list) -> None:
 
 
 def parse_value(name: str, text: Text, annotation: str) -> Value:
-    """What a text means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
+    """Value of a text: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
     value = _read_value(name, text, annotation)
     _check_finite(name, value if isinstance(value, list) else [value])
     return value
@@ -265,7 +265,7 @@ def _read_value(name: str, text: Text, annotation: str) -> Value:
 
 
 def split_items(text: str) -> list[str]:
-    """What commas separate; what is in quotes stays together. Not YAML's: to it `# & * ! %` in a text have a meaning.
+    """Parts between commas; what is in quotes stays together. Not YAML's: to it `# & * ! %` in a text have a meaning.
 
     >>> split_items("[a=1 # b, 'c,d']")
     ['a=1 # b', 'c,d']

@@ -91,7 +91,7 @@ def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = 
 
 
 def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
-    """What the index says of a point, in Markdown; writes its HTML where it is missing."""
+    """Entry of a point in the index, in Markdown; writes its HTML where it is missing."""
     notebook, link, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
     page, note = notebook.with_suffix(".html"), ""
     if notebook.exists() and (rebuild or not page.exists()):
@@ -116,7 +116,7 @@ def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
 
 
 def _page_of(run_folder: Path, base: str, path: str) -> str | None:
-    """Where the page of a notebook of the same run lies, seen from `base`; its defaults before other points."""
+    """Path of the page of a notebook of the same run, seen from `base`; its defaults before other points."""
     name = Path(path).stem
     points = [folder.name for folder, manifest in read_points(run_folder) if manifest["notebook"] == name]
     points = [point for point in points if not point.endswith(FAILED)]

@@ -57,7 +57,7 @@ def _is_finished(point: Point, run_folder: Path) -> bool:
 
 
 def _failure(manifest: dict, run_folder: Path) -> str:
-    """What ended a run, and where to look; empty where it finished."""
+    """Error that ended a run, and where to look; empty where it finished."""
     if manifest["status"] == OK:
         return ""
     final = final_folder(run_folder, manifest)
@@ -116,7 +116,7 @@ def _attempt(point: Point, work: Path, timeout: float) -> Ending:
 
 
 def _went_away(ending: Ending) -> dict:
-    """What the manifest says of a notebook whose folder was deleted under it."""
+    """Entry of the manifest for a notebook whose folder was deleted under it."""
     message = "its folder went away while it ran"
     error = {"type": "FileNotFoundError", "message": message, "cell": ending.cells or None}
     return {"status": FAILURE if ending.status == OK else ending.status, "error": error}

@@ -1,4 +1,4 @@
-"""What each notebook measures.
+"""Measurements of each notebook.
 
 causes       04, 09: the documents' comparisons rebuilt, with one cause of a ratio at a time
 memory       05: CUDA graphs, memory pools and caches of patterns

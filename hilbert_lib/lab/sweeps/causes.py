@@ -1,4 +1,4 @@
-"""Why 7.95x? The documents' comparisons rebuilt from what they print, with one cause of a ratio turned on at a time.
+"""Causes of 7.95x: the documents' comparisons rebuilt from what they print, with one cause turned on at a time.
 
 The Hilbert side has k and v along a curve. The standard side runs first, by the host's clock, in a process with an
 empty cache of compiled kernels, as for the documents. A cause changes one thing of a fair comparison.

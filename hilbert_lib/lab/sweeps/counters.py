@@ -1,4 +1,4 @@
-"""What the hardware counts when three kernels read k and v in every order, beside what the cache model predicts.
+"""Counts of the hardware when three kernels read k and v in every order, beside what the cache model predicts.
 
 The kernels: the fused forward and decoding with one query, which read through a table of slots, and a plain gather of
 the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neither. `ncu` runs a launch several times,
@@ -86,7 +86,7 @@ class CountedCall:
         return lambda: dilated_attention(q, k, v, work.pattern, **options)
 
     def predicted(self, gpu: Gpu) -> Predicted:
-        """What the model predicts of the kernel as it runs here, with its tiles."""
+        """Prediction of the model for the kernel as it runs here, with its tiles."""
         work, pattern = self.inputs, self.inputs.pattern
         if self.kernel == "gather":
             return gather_reads(self.storage, pattern, gpu=gpu)
@@ -183,7 +183,7 @@ def found_percent(table: pd.DataFrame) -> pd.Series:
 
 
 def make_calls() -> None:
-    """What `ncu` watches: makes the `calls` of the arguments that the command line has."""
+    """The calls that `ncu` watches, made from the arguments of the command line."""
     for work in calls(**json.loads(sys.argv[1]), device="cuda"):
         call = work.call()
         call()  # compiles and fills tables

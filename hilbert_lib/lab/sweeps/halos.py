@@ -89,7 +89,7 @@ def own_part(workload: Workload, ranks: int) -> Workload:
 
 
 def planned(workload: Workload, ranks: int, side: str, *, backward: bool) -> dict:
-    """What the plan says of the costliest rank: bytes received, FLOP, and bytes of memory."""
+    """Plan of the costliest rank: bytes received, FLOP, and bytes of memory."""
     kind = side
     if side == ALONE:
         workload, ranks, kind = own_part(workload, ranks), 1, RECTANGLES

@@ -52,7 +52,7 @@ def _refusal(name: str, work: Workload, *, gradient: bool) -> str:
 
 
 def ceilings(device: torch.device) -> Iterator[tuple[Side]]:
-    """What a device can do at best: a copy, and a product of two matrices."""
+    """Best speeds of a device: a copy, and a product of two matrices."""
     size, n = (2**31, 8192) if device.type == "cuda" else (2**20, 64)
     source = torch.randint(256, (size // 2,), device=device, dtype=torch.uint8)
     target, (a, b) = torch.empty_like(source), torch.randn(2, n, n, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What CUDA graphs, memory pools and caches of patterns are worth: time, and memory, against doing without.
+"""Worth of CUDA graphs, memory pools and caches of patterns: time, and memory, against doing without.
 
 All times are from an idle device to the finished result: what the host spends on launches and allocations counts.
 """

@@ -76,7 +76,7 @@ class OverRanks:
 
     @classmethod
     def of(cls, fields: dict) -> "OverRanks":
-        """What `fields`, or a record, tells of. What is left out has its default."""
+        """Side that `fields`, or a record, tell of. What is left out has its default."""
         kind = halos if "window" in fields else sequences
         options = {name: fields[name] for name in (*OWN_FIELDS, "sides", "repetitions") if name in fields}
         return cls(workload=kind.workload_of(fields), **options)
@@ -88,7 +88,7 @@ class OverRanks:
         return values | self.kind.fields_of(self.workload)
 
     def identity(self, side: str) -> dict:
-        """What a record of a side is known by."""
+        """Fields by which a record of a side is known."""
         values = {name: getattr(self, name) for name in OWN_FIELDS}
         return values | self.kind.fields_of(self.workload) | {"side": side}
 
@@ -99,11 +99,11 @@ class OverRanks:
 
     @property
     def rows(self) -> int:
-        """How many tokens or cells a rank holds."""
+        """Number of tokens or cells of a rank."""
         return self.workload.length // self.ranks
 
     def planned(self, side: str) -> dict:
-        """What the plan says of the costliest rank."""
+        """Plan of the costliest rank."""
         return self.kind.planned(self.workload, self.ranks, side, backward=self.backward)
 
     def attention(self, side: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:

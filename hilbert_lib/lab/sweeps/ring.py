@@ -1,4 +1,4 @@
-"""What ranks measure of the ring: a record a side, on the disk as soon as it is known (notebook 07)."""
+"""Measurements of the ring by its ranks: a record a side, on the disk as soon as it is known (notebook 07)."""
 
 import json
 import math

@@ -11,7 +11,7 @@ Kernel = tuple[str, float, float]  # name, begin and end in microseconds
 
 
 def exchange_of(kernels: Iterable[Kernel]) -> tuple[float, float, float] | None:
-    """How many ms a rank's exchange ran, the share of it under other kernels, and ms from the ranks' meeting to it.
+    """Milliseconds of a rank's exchange, the share of it under other kernels, and ms from the ranks' meeting to it.
 
     None where nothing was exchanged: the trace begins with a barrier, whose kernels have "nccl" in their names too.
 

@@ -67,7 +67,7 @@ def pattern_of(workload: Workload, ranks: int, side: str) -> DilatedPattern:
 
 
 def planned(workload: Workload, ranks: int, side: str, *, backward: bool) -> dict:
-    """What the plan says of the costliest rank: bytes sent, FLOP, and bytes of memory."""
+    """Plan of the costliest rank: bytes sent, FLOP, and bytes of memory."""
     dtype, rows = getattr(torch, workload.dtype), workload.length // ranks
     sizes = {
         "batch": 1,

@@ -16,7 +16,7 @@ ALONE = "each by itself"  # every rank computes what it can without the others
 
 @dataclass(frozen=True)
 class ComparedRows:
-    """Which rows of a side's results are compared.
+    """Rows of a side's results that are compared.
 
     pattern: of what the side computes. queries: positions in each head, of out and dq.
     row_of: of positions the rows of this rank's tensors, or -1.

@@ -1,4 +1,4 @@
-"""What the documents claim of backends, dtypes, buffers and CUDA graphs."""
+"""Claims of the documents on backends, dtypes, buffers and CUDA graphs."""
 
 from hilbert_lib.lab.ledger import kernels, models
 from hilbert_lib.lab.ledger.claim import Band, Claim, When

@@ -1,4 +1,4 @@
-"""What the documents claim of cache lines, hit rates and memory bandwidth."""
+"""Claims of the documents on cache lines, hit rates and memory bandwidth."""
 
 from hilbert_lib.lab.ledger import kernels, models, ring
 from hilbert_lib.lab.ledger.claim import Band, Claim, When

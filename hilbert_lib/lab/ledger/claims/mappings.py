@@ -1,4 +1,4 @@
-"""What the documents claim of the tables of an order: their cost, what they need, where they are equal."""
+"""Claims of the documents on the tables of an order: their cost, what they need, where they are equal."""
 
 from hilbert_lib.lab.ledger import kernels
 from hilbert_lib.lab.ledger.claim import Band, Claim, When

@@ -1,4 +1,4 @@
-"""What the documents claim of several GPUs: memory, bytes sent, overlap, lengths."""
+"""Claims of the documents on several GPUs: memory, bytes sent, overlap, lengths."""
 
 from hilbert_lib.lab.ledger import kernels, ring
 from hilbert_lib.lab.ledger.claim import Band, Claim, When

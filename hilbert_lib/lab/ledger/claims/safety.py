@@ -1,4 +1,4 @@
-"""What the documents claim of memory limits and of runs that stay within them."""
+"""Claims of the documents on memory limits and on runs that stay within them."""
 
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.claim import Band, Claim, When

@@ -1,4 +1,4 @@
-"""What the documents claim of speed: an order of storage beside plain storage, dilation beside dense attention."""
+"""Claims of the documents on speed: an order of storage beside plain storage, dilation beside dense attention."""
 
 from hilbert_lib.lab.ledger import kernels
 from hilbert_lib.lab.ledger.claim import Band, Claim, When
