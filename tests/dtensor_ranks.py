@@ -1,13 +1,14 @@
-"""What the tests of DTensors run on two ranks."""
+"""What the tests of DTensors run on two ranks, and on four whose rings share the tokens."""
 
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from oracle import attending
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, attention_weights
+from hilbert_lib import DilatedPattern, Neighbourhood, Rectangles, Union, attend, attention_weights, ring_attend
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 NEAR = Neighbourhood((3, 4), 3)
@@ -46,13 +47,8 @@ def compared() -> dict[str, float]:
     """The error of out, lse and gradients against brute force, for each pattern and each placement."""
     mesh, tensors, found = init_device_mesh("cpu", (1, 2)), drawn(), {}
     for name, pattern in PATTERNS.items():
-        names, masks = ["q", "k", "v"], ["key_padding_mask"]
-        if not isinstance(pattern, DilatedPattern):
-            names, masks = [*names, "extra_k", "extra_v"], [*masks, "extra_padding_mask"]
-        leaves = [tensors[x].clone().requires_grad_() for x in names]
-        hidden = {mask: tensors[mask] for mask in masks}
-        out, lse = attending(pattern, **hidden)(*leaves)
-        expected = [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
+        names, masks = arguments_of(pattern)
+        expected = expected_of(pattern, tensors)
         for how, placements in PLACED.items():
             of_batch = [Shard(0) if place == Shard(0) else Replicate() for place in placements]
             split = [distribute_tensor(tensors[x], mesh, placements).requires_grad_() for x in names]
@@ -62,10 +58,79 @@ def compared() -> dict[str, float]:
             assert out.placements == placements
             grads = torch.autograd.grad(out.square().sum(), split)
             whole = [x.full_tensor() for x in (out, lse, *grads)]
-            differences = []
-            for got, right in zip(whole, expected, strict=True):  # lse may be -inf in both; NaN is wrong
-                differences.append(torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(torch.inf).max())
-            found[f"{name}, {how}"] = max(differences).item()
+            found[f"{name}, {how}"] = largest_difference(whole, expected)
+    return found
+
+
+def arguments_of(pattern) -> tuple[list[str], list[str]]:
+    """The tensors and the masks that a pattern is called with."""
+    if isinstance(pattern, DilatedPattern):
+        return ["q", "k", "v"], ["key_padding_mask"]
+    return ["q", "k", "v", "extra_k", "extra_v"], ["key_padding_mask", "extra_padding_mask"]
+
+
+def expected_of(pattern, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Out, lse and gradients by brute force."""
+    names, masks = arguments_of(pattern)
+    leaves = [tensors[x].clone().requires_grad_() for x in names]
+    out, lse = attending(pattern, **{mask: tensors[mask] for mask in masks})(*leaves)
+    return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    differences = []
+    for got, right in zip(found, expected, strict=True):  # lse may be -inf in both; NaN is wrong
+        differences.append(torch.where(got == right, 0.0, (got - right).abs()).nan_to_num(torch.inf).max())
+    return max(differences).item()
+
+
+def in_rings() -> dict[str, float]:
+    """The same errors where two ranks share the tokens and two of each the heads or the batch."""
+    mesh, tensors, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads")), drawn(), {}
+    tokens, heads, shards = mesh["tokens"], mesh["heads"], Rectangles((1, 2))
+    for name, pattern in PATTERNS.items():
+        names, masks = arguments_of(pattern)
+        expected = expected_of(pattern, tensors)
+        is_along = isinstance(pattern, DilatedPattern)
+        rank = tokens.get_local_rank()
+        own = torch.arange(6 * rank, 6 * rank + 6) if is_along else shards.cells((3, 4), rank)
+        expected = [
+            expected[0][:, own], expected[1][:, :, own], *(x[:, own] for x in expected[2:5]), *expected[5:]
+        ]  # fmt: skip
+        local = {x: tensors[x] if x.startswith("extra") else tensors[x][:, own] for x in (*names, *masks)}
+        for placement in (Replicate(), Shard(0), Shard(2)):
+            of_batch = placement if placement == Shard(0) else Replicate()
+            split = [distribute_tensor(local[x], heads, [placement]).requires_grad_() for x in names]
+            options = {mask: distribute_tensor(local[mask], heads, [of_batch]) for mask in masks}
+            options |= dict(zip(names[3:], split[3:], strict=True))
+            options |= {} if is_along else {"shards": shards}
+            out, lse = ring_attend(*split[:3], pattern, group=tokens, return_lse=True, **options)
+            assert out.placements == (placement,)
+            grads = torch.autograd.grad(out.square().sum(), split)
+            whole = [x.full_tensor() for x in (out, lse, *grads)]
+            for gradient in whole[5:]:  # of extra keys: each rank has the part of its own queries
+                dist.all_reduce(gradient, group=tokens.get_group())
+            found[f"{name}, {placement}"] = largest_difference(whole, expected)
+    return found
+
+
+def refused_in_rings() -> list[str]:
+    """The errors of a ring whose ranks share a mesh with q, and of one in which a single rank's q is split by rows."""
+    mesh, plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads")), drawn()
+    is_first = dist.get_rank() == 0
+
+    def placed(name: str, mesh, placement) -> torch.Tensor:
+        return DTensor.from_local(plain[name], mesh, [placement], run_check=False)
+
+    same_mesh = [placed(name, mesh["tokens"], Shard(0)) for name in "qkv"]
+    by_rows = [placed(name, mesh["heads"], Shard(1) if is_first else Shard(2)) for name in "qkv"]
+    found = []
+    for q, k, v in (same_mesh, by_rows):
+        try:
+            ring_attend(q, k, v, ALONG, group=mesh["tokens"])
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 
@@ -103,7 +168,3 @@ def refused() -> dict[str, str]:
         except (TypeError, ValueError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
-
-
-def on_two_ranks(_arguments: object) -> list:
-    return [compared(), refused()]

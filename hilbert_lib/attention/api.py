@@ -11,7 +11,7 @@ from torch import Tensor
 from hilbert_lib.attention import known_calls, operators
 from hilbert_lib.attention.autograd import needs_gradient, served_by, unwatched_forward
 from hilbert_lib.attention.choice import is_undone, serving
-from hilbert_lib.attention.dtensors import results_of_ranks
+from hilbert_lib.attention.dtensors import local_call
 from hilbert_lib.attention.failures import KernelError, first_that_compiles
 from hilbert_lib.attention.joint import extra_attention
 from hilbert_lib.attention.known_calls import KnownCall
@@ -353,7 +353,8 @@ def computed(
     is_plain = not torch.compiler.is_compiling() and not is_watched(tensors)
     if not is_plain and any(map(is_dtensor, tensors)):
         options |= {"backend": backend, "return_lse": return_lse, "kv_ordering": kv_ordering, "extra_q": extra_q}
-        return results_of_ranks(computed, {"q": q, "k": k, "v": v}, door(pattern), options)
+        call = local_call({"q": q, "k": k, "v": v}, door(pattern), options)
+        return call.as_dtensors(computed(*call.tensors, call.pattern, **call.options))
     if is_plain:
         form_options = {**options, "kv_ordering": kv_ordering, "extra_q": extra_q, "return_lse": return_lse}
         form = known_calls.form_of((q, k, v), pattern, door, backend, form_options)

@@ -1,11 +1,13 @@
 """DTensors as q, k and v: every rank attends with the sequences and heads that it holds, and nothing is sent.
 
-The results are DTensors placed as q is. A split of the sequence needs a ring. Windows that differ by head are split
-with their heads. Offsets by head are split where the rates divide the number of heads of a rank.
+The results are DTensors placed as q is. A split of the sequence needs a ring, over ranks outside the mesh. Windows that
+differ by head are split with their heads. Offsets by head are split where the rates divide the number of heads of a
+rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +22,26 @@ BY_BATCH = ("key_padding_mask", "extra_padding_mask", "query_start", "key_start"
 HINT = "x.redistribute() places it anew, x.to_local() is this rank's part, and ring_attend splits a sequence"
 
 
-def results_of_ranks(
-    run: Callable, tensors: dict[str, Tensor], pattern: Pattern, options: dict
-) -> Tensor | tuple[Tensor, ...]:
-    """The results of `run`, on this rank's part of the arguments, as DTensors.
+class LocalCall(NamedTuple):
+    """A rank's part of the arguments of a call of DTensors, and what makes DTensors of the results."""
 
-    run: (*tensors, pattern, **options) -> one tensor, or a tuple of several; those of 3 dimensions are lse.
-    tensors: q, k and v. TypeError or ValueError, on all ranks alike, unless all tensors are DTensors and each rank can
-    compute its part alone.
+    tensors: tuple[Tensor, ...]
+    pattern: Pattern
+    options: dict
+    as_dtensor: Callable[[Tensor], Tensor]  # of an output, or of lse, which has 3 dimensions
+
+    def as_dtensors(self, results: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """The results of a call, one or several, as DTensors."""
+        return tuple(map(self.as_dtensor, results)) if isinstance(results, tuple) else self.as_dtensor(results)
+
+
+def local_call(
+    tensors: dict[str, Tensor], pattern: Pattern, options: dict, ring_ranks: Collection[int] = ()
+) -> LocalCall:
+    """This rank's part of a call of DTensors.
+
+    tensors: q, k and v. ring_ranks: those that a sequence or grid is spread over. TypeError or ValueError, on all ranks
+    alike, unless all tensors are DTensors and each rank can compute its part alone, or with its ring.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -37,6 +51,9 @@ def results_of_ranks(
             f"q must be a DTensor, as another tensor is, got {type(q).__name__}: x.to_local() is a plain one"
         )
     mesh, placements = q.device_mesh, q.placements
+    shared_ranks = {*mesh.mesh.flatten().tolist()}.intersection(ring_ranks) if ring_ranks else ()
+    if len(shared_ranks) > 1:  # as if each held other rows of the same heads, and the same rows of others
+        raise ValueError(f"group must share one rank with the mesh of q, got {sorted(shared_ranks)} of {mesh}")
     splits = [place.dim if type(place) is Shard else None for place in placements]
     if any(not isinstance(place, Shard | Replicate) for place in placements) or {*splits} - {BATCH, HEADS, None}:
         allowed = "replicated, or split by batch, Shard(0), or heads, Shard(2)"
@@ -68,17 +85,18 @@ def results_of_ranks(
     pattern = _local_pattern(pattern, tensors["k"].shape[HEADS], [mesh.size(n) for n in by_heads], [
         mesh.get_local_rank(n) for n in by_heads
     ])  # fmt: skip
-    results = run(*local_tensors, pattern, **local_options)
+    batch, heads = q.shape[BATCH], q.shape[HEADS]
 
-    def whole(x: Tensor) -> Tensor:
-        heads = 1 if x.dim() == 3 else HEADS  # of lse (batch, heads, queries), and of outputs
+    def as_dtensor(x: Tensor) -> Tensor:
+        axis_of_heads = 1 if x.dim() == 3 else HEADS  # of lse (batch, heads, queries), and of outputs
         shape = [*x.shape]
-        shape[0], shape[heads] = q.shape[BATCH], q.shape[HEADS]
-        own = [Shard(heads) if split == HEADS else place for split, place in zip(splits, placements, strict=True)]
+        shape[0], shape[axis_of_heads] = batch, heads
+        placed = zip(splits, placements, strict=True)
+        own = [Shard(axis_of_heads) if split == HEADS else place for split, place in placed]
         strides = tuple(prod(shape[n + 1 :]) for n in range(len(shape)))
         return DTensor.from_local(x, mesh, own, run_check=False, shape=torch.Size(shape), stride=strides)
 
-    return tuple(map(whole, results)) if isinstance(results, tuple) else whole(results)
+    return LocalCall(tuple(local_tensors), pattern, local_options, as_dtensor)
 
 
 def _local_pattern(pattern: Pattern, kv_heads: int, counts: list[int], numbers: list[int]) -> Pattern:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import QueryBox, computed
+from hilbert_lib.attention.api import QueryBox, check_neighbourhood, computed
 from hilbert_lib.attention.caches import KeyValueCache, check_cache
 from hilbert_lib.attention.grid_parts import part_of_box
 from hilbert_lib.attention.modules import Prepare, ProjectedAttention, check_prepare, positions, prepared, where_made
@@ -20,6 +20,9 @@ class NeighbourhoodAttention(ProjectedAttention):
 
     One module serves every grid. With edge="wrap" the window must fit into the grid.
 
+    Its part `attention` is None. It may be a `RingNeighbourhoodAttention` of `neighbourhoods(grid)`: x is then this
+    rank's cells of that one grid, which is spread over ranks. It takes no query_box, key_start or cache.
+
     Args:
         embed_dim: size of a token.
         num_heads: query heads, a divisor of embed_dim; embed_dim / num_heads is 1 to 256.
@@ -32,8 +35,9 @@ class NeighbourhoodAttention(ProjectedAttention):
             window, or another rule, has one value for each. False by default.
         prepare: function or module (q, k, grid) -> (q, k) between in_proj and attention, such as rotary embedding or
             norms. q is (batch, cells, heads, head_dim), k (batch, cells, kv_heads, head_dim), row by row; grid is the
-            tuple of sides. With key_start or a cache it is the positions instead, (batch, cells) int64. Extra tokens do
-            not pass through it.
+            tuple of sides. With key_start or a cache it is the positions instead, (batch, cells) int64; over ranks the
+            numbers of this rank's cells in the whole grid, (cells,) int64, row by row. Extra tokens do not pass through
+            it.
         prepare_extra: function or module (q, k) -> (q, k) of the extra tokens.
         backend: as in `neighbourhood_attention`.
         device, dtype: of the parameters.
@@ -84,6 +88,7 @@ class NeighbourhoodAttention(ProjectedAttention):
         self._check_rules()
         table = nn.Parameter(torch.empty(self.num_heads, *sides, **factory)) if sides else None
         self.register_parameter("relative_bias", table)
+        self.register_module("attention", None)
         self._draw_bias()
 
     def reset_parameters(self) -> None:
@@ -144,7 +149,8 @@ class NeighbourhoodAttention(ProjectedAttention):
         """Project, attend and project back. Extra tokens share the projections.
 
         Args:
-            x: (batch, *grid, embed_dim), with 1 to 3 axes of the grid.
+            x: (batch, *grid, embed_dim), with 1 to 3 axes of the grid; over ranks this rank's cells, as they are
+                stored, of any such shape.
             query_box: (start, stop) for each axis, the cells to return; by default all. q, k and v of every cell are
                 projected.
             key_padding_mask: (batch, *grid) bool, True = no weight.
@@ -175,6 +181,9 @@ class NeighbourhoodAttention(ProjectedAttention):
         if cache is not None:
             extra_out = True if return_extra else None
             check_cache(cache, query_box=query_box, key_padding_mask=key_padding_mask, return_extra=extra_out)
+        if self.is_spread:
+            self.refuse_over_ranks(query_box=query_box, key_start=key_start, cache=cache)
+            self._check_windows()
         if (cache is not None or key_start is not None) and len(grid) > 1:
             name = "key_start" if cache is None else "cache"
             raise ValueError(f"{name} must be None on grids of more than one axis, got x of shape {tuple(x.shape)}")
@@ -187,8 +196,10 @@ class NeighbourhoodAttention(ProjectedAttention):
         if self.prepare is not None:
             is_line = cache is not None or key_start is not None
             place = positions(q, cache, key_start) if is_line else tuple(grid)
+            if self.is_spread:
+                place = self.attention.own_cells(q)
             q, k = prepared("prepare", self.prepare, q, k, place)
-        options = {"backend": self.backend, "extra_padding_mask": extra_padding_mask, "bias": self.relative_bias}
+        options = {"extra_padding_mask": extra_padding_mask, "bias": self.relative_bias}
         if key_padding_mask is not None:
             options["key_padding_mask"] = key_padding_mask.flatten(1)
         if extra is not None:
@@ -209,20 +220,30 @@ class NeighbourhoodAttention(ProjectedAttention):
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
 
     def _attend(self, q, k, v, grid: tuple[int, ...], cache: KeyValueCache | None, options: dict) -> object:
-        # The results of `attend`, also of cells that follow others.
+        # The results of `attend`, also of cells that follow others, and of those that ranks share.
+        if self.is_spread:
+            return self.attention(q, k, v, **options)
         if cache is not None:
             cache.write(k, v)
             is_shared = self.rules["stride"] not in (1, (1,))  # windows end where the whole grid tells
             if is_shared or not (cache.is_empty and q.shape[1]):  # a call without cells has no grid of its own
                 k, v, grid = cache.k, cache.v, (cache.max_length,)
                 options = options | {"query_start": 0 if cache.is_empty else cache.lengths}
-        results = computed(q, k, v, self.neighbourhoods(grid), **options)
+        results = computed(q, k, v, self.neighbourhoods(grid), backend=self.backend, **options)
         if cache is not None:
             cache.advance(q.shape[1])
         return results
 
+    def _check_windows(self) -> None:
+        # The ring computes the windows of this module.
+        expected = self.neighbourhoods(self.attention.shape)
+        if check_neighbourhood(self.attention.neighbourhood) != check_neighbourhood(expected):
+            raise ValueError(f"attention must be over {expected}, as the module is; got {self.attention.neighbourhood}")
+
     def check_decoding(self) -> None:
         """Raise ValueError unless calls of some cells after others can equal one call of all."""
+        if self.is_spread:
+            raise ValueError(f"attention must be None for a cache, got {self.attention!r}")
         for name, rule in self.rules.items():
             is_by_axis = isinstance(rule, tuple) and not (name == "window" and self.has_head_windows)
             if is_by_axis and len(rule) > 1:

@@ -55,6 +55,7 @@ class DilatedAttention(Layer):
     """
 
     shown = ("pattern", "dropout", "scale", "kv_ordering", "backend")
+    is_spread = False  # over ranks
 
     def __init__(
         self,
@@ -130,6 +131,7 @@ class ProjectedAttention(Layer):
     """
 
     in_proj: nn.Module
+    attention: nn.Module | None  # of q, k and v: one over ranks may take its place; None where the module computes it
 
     def __init__(self, embed_dim: int, num_heads: int, kv_heads: int | None, prepare: Prepare):
         super().__init__()
@@ -148,6 +150,17 @@ class ProjectedAttention(Layer):
             raise ValueError(f"kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
         self.prepare = check_prepare("prepare", prepare)
         self.register_load_state_dict_pre_hook(_rename_projections)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold a part of the tokens."""
+        return getattr(self.attention, "is_spread", False)
+
+    def refuse_over_ranks(self, **options: object) -> None:
+        """Raise ValueError for an option that is given, where other ranks hold a part of the tokens."""
+        for name, value in options.items():
+            if value is not None and self.is_spread:
+                raise ValueError(f"{name} must be None where ranks share the tokens, got {type(value).__name__}")
 
     @property
     def projected_sizes(self) -> list[int]:
@@ -294,6 +307,9 @@ class MultiheadDilatedAttention(ProjectedAttention):
     in_proj.weight and in_proj.bias: nn.MultiheadAttention takes them with an underscore for the dot. With one branch
     (w >= length, r = 1) it computes the same function. Fewer kv_heads make in_proj smaller.
 
+    Its part `attention`, a `DilatedAttention`, may be replaced by a `RingDilatedAttention`: tokens are then this rank's
+    shard of a sequence. It takes no cache, cu_seqlens or key_start.
+
     Args:
         embed_dim: size of a token.
         num_heads: query heads, a divisor of embed_dim; embed_dim / num_heads is 1 to 256.
@@ -306,6 +322,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
         prepare: function or module (q, k, positions) -> (q, k) between in_proj and attention, such as rotary embedding
             or norms. q is (batch, seq, heads, head_dim), k (batch, seq, kv_heads, head_dim). positions are int64, (1,
             seq) or (batch, seq). They count from 0 in each packed document, and from key_start; rows before it have 0.
+            Over ranks they count in the whole sequence.
         device, dtype: of the parameters; dtype is one that `dilated_attention` takes.
 
     Raises:
@@ -404,6 +421,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
 
     def check_decoding(self) -> None:
         """Raise ValueError unless calls of some tokens after others can equal one call of all."""
+        if self.is_spread:
+            raise ValueError(f"attention must be a DilatedAttention for a cache, got {self.attention!r}")
         if self.attention.kv_ordering is not None:
             raise ValueError(f"kv_ordering must be None for a cache, got {self.attention.kv_ordering!r}")
 
@@ -488,6 +507,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
         for name, x in (("key", key), ("value", value)):
             if x is not query:
                 self.check_tokens(name, x, (2, 3), allowed, query)
+        self.refuse_over_ranks(cache=cache, cu_seqlens=cu_seqlens, key_start=key_start)
         padding = _as_bool(key_padding_mask)
         heads = self.project(query) if key is query and value is query else self._project_each(query, key, value)
         if query.dim() == 2:
@@ -501,8 +521,12 @@ class MultiheadDilatedAttention(ProjectedAttention):
                 raise ValueError(f"is_causal must be True with a cache, got {is_causal!r}")
         if self.prepare is not None:
             check_documents(q, cu_seqlens, max_seqlen)
-            q, k = prepared("prepare", self.prepare, q, k, positions(q, cache, key_start, cu_seqlens))
-        options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "key_start": key_start}
+            place = positions(q, cache, key_start, cu_seqlens)
+            if self.is_spread:
+                place = place + self.attention.first_position(q)
+            q, k = prepared("prepare", self.prepare, q, k, place)
+        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "key_start": key_start}
+        options = {"is_causal": is_causal} | {name: x for name, x in options.items() if x is not None}
         attended = self._attend(q, k, v, padding, cache, options).flatten(2)
         out = self.out_proj(attended if self.inner_norm is None else self.inner_norm(attended))
         if query.dim() == 2:
@@ -523,6 +547,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
 
     def _attend_nested(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         # In evaluation nn.TransformerEncoder makes nested tensors of padded sequences, and gives its layers no mask.
+        if self.is_spread:  # each rank would have padding of its own between the tokens
+            raise TypeError("query must be a dense tensor where ranks share the tokens, got a nested one")
         lengths = [len(tokens) for tokens in query.unbind()]
         padded = query.to_padded_tensor(0.0)
         ends = torch.tensor(lengths, device=query.device)

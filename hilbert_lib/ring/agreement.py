@@ -80,8 +80,7 @@ class Agreement:
     @cached_property  # messages are sent once, however often one asks
     def _found(self) -> tuple[int, ...] | Exception:
         self._work.wait()
-        ranks, companions = (dist.get_process_group_ranks(group) for group in (self._group, self._companion))
-        order = list(map(companions.index, ranks))  # torch sorts the ranks of a group that it makes
+        ranks, order = dist.get_process_group_ranks(self._group), _order(self._group, self._companion)
         headers = [_HEADER.unpack(self._gathered[place].numpy().tobytes()) for place in order]
         refused, lengths, digests = zip(*headers, strict=True)
         if not any(refused) and len(set(digests)) == 1:
@@ -91,6 +90,21 @@ class Agreement:
         dist.all_gather_object(requests, (text, self._request), group=self._companion)
         by_rank = {rank: requests[place] for rank, place in zip(ranks, order, strict=True)}
         return self._refusal or ValueError(_difference(by_rank))
+
+
+def rows_of_ranks(rows: int, group: ProcessGroup) -> list[int]:
+    """The rows of every rank's shard, in rank order; each rank gives its own."""
+    companion = _companion(group)
+    own = torch.tensor([rows], dtype=torch.int64, device="cpu")
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=companion)
+    return [int(gathered[place]) for place in _order(group, companion)]
+
+
+def _order(group: ProcessGroup, companion: ProcessGroup) -> list[int]:
+    # The rank in the companion of each rank of the group: torch sorts the ranks of a group that it makes.
+    ranks, companions = (dist.get_process_group_ranks(each) for each in (group, companion))
+    return list(map(companions.index, ranks))
 
 
 @lru_cache(maxsize=64)

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import UNSERVED, check_neighbourhood, computed
 from hilbert_lib.attention.autograd import needs_gradient
+from hilbert_lib.attention.dtensors import LocalCall, local_call
 from hilbert_lib.attention.joint import extra_attention, joint_call, joint_refusal
 from hilbert_lib.attention.request import BIAS, Request, Tensors
-from hilbert_lib.attention.transforms import uncompiled, unserved_derivative
+from hilbert_lib.attention.transforms import is_dtensor, uncompiled, unserved_derivative
 from hilbert_lib.attention.validation import as_cast, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.internals import untraced
@@ -73,7 +74,7 @@ def ring_attend(
 
     Only rows of k and v that other ranks' queries see travel. All ranks must call it, and where gradients are needed
     all must run the backward. On one rank it is `attend`. The patterns of a `Union` are computed one after the other,
-    and merged by lse.
+    and merged by lse. Tensors may also be DTensors as for `attend`, whose mesh has one rank of the group.
 
     Args:
         q: (batch, rows, heads, head_dim), this rank's tokens; there may be none.
@@ -322,6 +323,13 @@ class _CheckedCall(NamedTuple):
     backend: str
     group: ProcessGroup
     extra_q: Tensor | None
+    of_dtensors: LocalCall | None  # where the arguments are DTensors
+
+    def results(self, *results: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The results as the user gets them: one or several, DTensors where the arguments are."""
+        if self.of_dtensors:
+            results = self.of_dtensors.as_dtensors(results)
+        return results if len(results) > 1 else results[0]
 
 
 def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor | tuple[Tensor, ...]:
@@ -336,14 +344,14 @@ def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor
     call, lengths, agreement = _agree(door, check, group, validate)
     out, lse = _begin_early(call, lengths, agreement) if agreement else _run(call, lengths)
     if call.extra_q is None:
-        return (out, lse) if options["return_lse"] else out
+        return call.results(out, lse) if options["return_lse"] else call.results(out)
     holder = next(rank for rank, count in enumerate(lengths) if count)  # which computes the extra keys, too
     inputs, request = call.tensors, call.request
     if group.rank() != holder:
         inputs, request = without_extra_keys(inputs, request)
     extra_out, extra_lse = extra_attention(call.extra_q, inputs, request, call.backend, return_lse=True, level=5)
     extra_out, extra_lse = merged_over_ranks(extra_out, extra_lse, group)
-    return (out, lse, extra_out, extra_lse) if options["return_lse"] else (out, extra_out)
+    return call.results(out, lse, extra_out, extra_lse) if options["return_lse"] else call.results(out, extra_out)
 
 
 def _spread(door: _Door, pattern: object, options: dict, ranks: int) -> tuple[Pattern, Spread, dict]:
@@ -356,6 +364,10 @@ def _spread(door: _Door, pattern: object, options: dict, ranks: int) -> tuple[Pa
 def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, validate: bool) -> _CheckedCall:
     boolean("validate", validate)
     pattern, spread, options = _spread(door, pattern, options, group.size())
+    of_dtensors = None
+    if any(map(is_dtensor, (q, k, v, *options.values()))):
+        of_dtensors = local_call({"q": q, "k": k, "v": v}, pattern, options, dist.get_process_group_ranks(group))
+        (q, k, v), pattern, options = of_dtensors.tensors, of_dtensors.pattern, of_dtensors.options
     tensors, request = validated(q, k, v, pattern, **options | spread.for_shard(k, group.rank()))
     if reason := unserved_derivative(door.function, tensors):
         raise TypeError(reason)
@@ -365,7 +377,7 @@ def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, 
         extra_q = as_cast(extra_q)
         if backend != "auto" and (refused := joint_refusal(*joint_call(extra_q, tensors, request), backend)):
             raise ValueError(f"backend={backend!r} {refused}")
-    return _CheckedCall(door.function, tensors, request, spread, backend, group, extra_q)
+    return _CheckedCall(door.function, tensors, request, spread, backend, group, extra_q, of_dtensors)
 
 
 def _words(call: _CheckedCall) -> dict[str, str]:

@@ -14,22 +14,24 @@ from hilbert_lib.attention.api import check_neighbourhood
 from hilbert_lib.attention.transforms import Layer, refuse_tracers
 from hilbert_lib.attention.validation import check_backend, check_dropout, check_scale
 from hilbert_lib.checks import boolean, dense_tensor, integer, unscripted
+from hilbert_lib.internals import untraced
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
-from hilbert_lib.ring.agreement import check_group, resolved
+from hilbert_lib.ring.agreement import check_group, resolved, rows_of_ranks
 from hilbert_lib.ring.attention import ring_dilated_attention, ring_neighbourhood_attention
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.plan.plan import check_planning
-from hilbert_lib.ring.spread import DEFAULTS, GridSpread, check_spec
+from hilbert_lib.ring.spread import DEFAULTS, GridSpread, cells_of_rank, check_spec
 
 
 class _RingAttention(Layer):
     """The base of modules over ranks: the group, options of every kind, and calls with the module's own arguments."""
 
     _options: ClassVar[tuple[str, ...]]  # the attributes that a call is made with
+    is_spread = True
 
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None, scale: float | None, backend: str, kind: type[Pattern],
@@ -55,6 +57,8 @@ class _RingAttention(Layer):
 
 class RingDilatedAttention(_RingAttention):
     """`ring_dilated_attention` as a module, without parameters. Train and eval differ only by dropout.
+
+    It takes the place of `attention` in a `MultiheadDilatedAttention`.
 
     Args:
         pattern: which keys a query sees, over the whole sequence.
@@ -91,6 +95,12 @@ class RingDilatedAttention(_RingAttention):
         self.dropout = check_dropout("dropout", dropout)  # a call in eval would not check it
         self.kv_ordering = check_spec(kv_ordering)
 
+    @untraced  # as the ring itself
+    def first_position(self, q: Tensor) -> int:
+        """The position of the first row of this rank's shard in the sequence. All ranks must call it."""
+        group = resolved(self.group)
+        return sum(rows_of_ranks(q.shape[1], group)[: group.rank()])
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, *, is_causal: bool = False
     ) -> Tensor:
@@ -109,6 +119,8 @@ class RingDilatedAttention(_RingAttention):
 
 class RingNeighbourhoodAttention(_RingAttention):
     """`ring_neighbourhood_attention` as a module, without parameters.
+
+    It is put into a `NeighbourhoodAttention` as its `attention`.
 
     Args:
         neighbourhood: which cells a query sees, on the whole grid; or a tuple of one for each KV head.
@@ -139,6 +151,19 @@ class RingNeighbourhoodAttention(_RingAttention):
         self.neighbourhood, self.shards, self.ordering = neighbourhood, shards, ordering
         spreading = DEFAULTS | {"shards": shards, "ordering": ordering}
         GridSpread.checked(check_neighbourhood(neighbourhood, "ring_"), spreading, 1 if shards is None else None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sides of the whole grid."""
+        return check_neighbourhood(self.neighbourhood).shape
+
+    @untraced  # as the ring itself
+    def own_cells(self, q: Tensor) -> Tensor:
+        """The cells of this rank, as it stores them: (cells,) int64 on the device of q, counted row by row."""
+        group = resolved(self.group)
+        spreading = DEFAULTS | {"shards": self.shards, "ordering": self.ordering}
+        spread = GridSpread.checked(check_neighbourhood(self.neighbourhood, "ring_"), spreading, group.size())
+        return cells_of_rank(spread.shards, self.shape, group.rank(), q.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The output (batch, rows, heads, head_dim) of `ring_neighbourhood_attention`, which raises what is refused.

@@ -296,3 +296,9 @@ def _refusal_of_parts(
 def grid_layout(neighbourhoods: tuple, shards: Shards, sizes: tuple, rank: int, device: torch.device) -> HaloLayout:
     """A rank's part of the plan of one pattern; sizes are those of `plan_halo`."""
     return halo_layout_of(plan_halo(neighbourhoods, shards, **dict(sizes)), rank, device)
+
+
+@cached_for_graphs(maxsize=64)
+def cells_of_rank(shards: Shards, shape: tuple[int, ...], rank: int, device: torch.device) -> Tensor:
+    """The cells of a grid that a rank holds, as it stores them: (cells,) int64, counted row by row."""
+    return shards.cells(shape, rank).to(device)

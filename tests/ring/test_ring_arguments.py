@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib import (
+    MultiheadDilatedAttention,
     Neighbourhood,
+    NeighbourhoodAttention,
     Ordering,
     Rectangles,
     RingNeighbourhoodAttention,
@@ -104,6 +106,21 @@ def module(**options):
     RingDilatedAttention(DilatedPattern((4,), (1,)), **options)
 
 
+def layer_over_ranks():
+    layer = MultiheadDilatedAttention(4, 1, DilatedPattern((4,), (1,)), batch_first=True)
+    layer.attention = RingDilatedAttention(layer.attention.pattern)
+    return layer
+
+
+def grid_layer_over_ranks(window=2, **options):
+    """A layer of windows, whose ring has those of NEAR; it is called with this rank's cells."""
+    layer = NeighbourhoodAttention(4, 1, window)
+    layer.attention = RingNeighbourhoodAttention(NEAR)
+    layer(X[:, :, 0], **options)
+
+
+CACHE = MultiheadDilatedAttention(4, 1, DilatedPattern((4,), (1,)), batch_first=True).make_cache(1, 8)
+STARTS = torch.zeros(1, dtype=torch.int32)
 TYPES = [
     (lambda: call(group=[0, 1]), "group must be a process group, a 1-D DeviceMesh or None, got list"),
     (lambda: on_one(memory_limit=1.5), "memory_limit must be an integer of at least 1, got 1.5"),
@@ -151,6 +168,20 @@ VALUES = [
     (lambda: on_grid(extra_padding_mask=torch.ones(1, 2).bool()), "extra_padding_mask must be None where extra_k is"),
     (lambda: grid_module(shards=Rectangles((4,))), "parts must have one for each of the 2 axes"),
     (lambda: grid_module(backend="fast"), "backend must be one of auto, .*got 'fast'"),
+    (lambda: layer_over_ranks().make_cache(1, 8), "attention must be a DilatedAttention for a cache, got RingDilated"),
+    (
+        lambda: layer_over_ranks()(X[:, :, 0], is_causal=True, cache=CACHE),
+        "cache must be None where ranks share the tokens, got KeyValueCache",
+    ),
+    (lambda: layer_over_ranks()(X[:, :, 0], key_start=STARTS), "key_start must be None where ranks share the tokens"),
+    (lambda: layer_over_ranks()(X[:, :, 0], cu_seqlens=STARTS), "cu_seqlens must be None where ranks share the tokens"),
+    (lambda: grid_layer_over_ranks(query_box=((0, 1),)), "query_box must be None where ranks share the tokens"),
+    (lambda: grid_layer_over_ranks(key_start=STARTS), "key_start must be None where ranks share the tokens"),
+    (lambda: grid_layer_over_ranks(cache=CACHE), "cache must be None where ranks share the tokens"),
+    (
+        lambda: grid_layer_over_ranks(3),
+        r"attention must be over Neighbourhood\(shape=\(8, 2\), window=\(3, 3\).*; got Nei",
+    ),
 ]
 ONE_ORDER = Ordering.linear(16)
 # What the kind of pattern does not take.
@@ -174,6 +205,12 @@ VALUES += [
 ]
 among_four = pytest.mark.usefixtures("four_ranks")
 test_a_wrong_argument_is_refused_by_its_name = among_four(refusals({TypeError: TYPES, ValueError: VALUES}))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_layer_whose_tokens_ranks_share_takes_no_nested_tensor():
+    with pytest.raises(TypeError, match="query must be a dense tensor where ranks share the tokens, got a nested one"):
+        layer_over_ranks()(torch.nested.nested_tensor([X[0, :, 0]]))
 
 
 def test_without_a_process_group_it_says_what_to_call():
