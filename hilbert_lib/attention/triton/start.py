@@ -234,10 +234,10 @@ def forget() -> None:
 
 def _kind_of_kernels(starts: Sequence[Start]) -> tuple:
     # The arguments that decide which kernels are compiled. Alignment decides too: those kernels compile as they start.
-    like = starts[0].arguments[0]
+    like = [begun.arguments[0] for begun in starts]
     constants = [(id(begun.kernel), *map(begun.named.get, _constants(begun.kernel))) for begun in starts]
     has_optional = [starts[-1].named.get(name) is not None for name in OPTIONAL]
-    return like.device, like.dtype, *has_optional, *constants
+    return like[0].device, *(x.dtype for x in like), *has_optional, *constants
 
 
 @cache

@@ -18,7 +18,7 @@ launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="trit
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from hilbert_lib.attention.triton import arguments, grid_launch, rows, schedule  # noqa: E402
-from hilbert_lib.attention.triton.start import Start, start  # noqa: E402
+from hilbert_lib.attention.triton.start import Start, _kind_of_kernels, start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -374,3 +374,16 @@ def test_a_kernel_that_leaves_its_tensors_is_refused(place):
     out, delta = torch.zeros(1, 8, 2, 32), torch.zeros(1, 2, 8).flatten()[:15]
     with pytest.raises(InterpreterError, match="delta_kernel writes outside of its tensors"):
         start(lambda: [grid_launch.delta_of(out, out, delta)])
+
+
+def test_kernels_of_another_dtype_are_of_another_kind_whichever_start_has_it():
+    """A kernel that does not compile for one dtype is not refused for another."""
+
+    class Kernel:
+        params = ()
+
+    pairs = product((torch.float16, torch.bfloat16), repeat=2)
+    kinds = {
+        _kind_of_kernels([Start(Kernel, (1,), (torch.zeros(1, dtype=dtype),), {}) for dtype in pair]) for pair in pairs
+    }
+    assert len(kinds) == 4
