@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REDUCTIONS = {"sum", "max", "min"}
-BROADCASTS = {"where", "maximum", "minimum", "load", "exp", "exp2", "log", "log2", "cdiv", "zeros_like"}
+BROADCASTS = {"where", "maximum", "minimum", "load", "exp", "exp2", "log", "log2", "cdiv", "zeros_like", "abs", "sqrt"}
 SAME = {"convert_layout", "cumsum", "multiple_of"}
 SCALARS = {"program_id", "num_programs", "pointer_type", "static_range", "static_assert", "store", "warp_specialize"}
-SCALARS |= {"atomic_add"}
+SCALARS |= {"atomic_add", "atomic_max"}
 OPERATOR_NAMES = {ast.FloorDiv: "//", ast.Mult: "*", ast.Add: "+", ast.Sub: "-"}
 OPERATORS = (ast.BinOp, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp)
 

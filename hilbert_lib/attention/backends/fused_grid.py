@@ -84,6 +84,7 @@ def _hopper_workspace(
         scratch["padded tables of bias"] = table if direction == "forward" else 2 * table
         if direction == "backward":
             scratch["sums of the gradient of bias"] = 2 * table
+            scratch["bounds of the gradient of bias"] = 4 * 3 * tensors.q.shape[2]
     return scratch
 
 

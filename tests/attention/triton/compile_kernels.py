@@ -73,6 +73,7 @@ ROLES = {
     "pair_kernel": (("pairs",), ""),
     "entry_kernel": (("entries",), ""),
 }
+BESIDE_BOXES = ("table_kernel", "bound_kernel", "gradient_kernel")
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
@@ -260,13 +261,8 @@ def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> 
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
 
-def launched(
-    module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False
-) -> Iterator[tuple[str, tuple]]:
-    """What `compiled` takes for a module's kernels that a call on a grid launches; more: with extra keys and all masks.
-
-    Of those by boxes the warp-specialised ones: the others are plain kernels.
-    """
+def starts_on(module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False) -> list[Start]:
+    """Starts of a forward and a backward on a grid; more: with extra keys and all masks."""
     x = torch.zeros(1, near.length, 2, columns, dtype=torch.bfloat16)
     extra = x[:, : 70 if more else 0]
     masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (near.length, 70)]
@@ -279,17 +275,22 @@ def launched(
     module.start, module.multiprocessors = lambda make, *_, **__: starts.extend(make()), lambda device: 132
     out, lse = module.forward(given, request)
     module.backward(out, given, out, lse, request)
-    for each in starts:
+    return starts
+
+
+def launched(
+    module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False
+) -> Iterator[tuple[str, tuple]]:
+    """What `compiled` takes for a module's kernels that a call on a grid launches.
+
+    Of those by boxes the warp-specialised ones: the others are plain kernels.
+    """
+    for each in starts_on(module, columns, near, more, has_bias):
         is_by_boxes = isinstance(each.kernel, GluonJITFunction)
         if each.kernel.__name__ in ROLES and is_by_boxes == (module is box_launch):
-            arguments = dict(zip(each.kernel.arg_names, each.arguments, strict=False)) | each.named
-            constants = {x.name: arguments[x.name] for x in each.kernel.params if x.is_constexpr}
-            constants |= {name: None for name, x in arguments.items() if x is None}
-            types = {name: type_of(x) for name, x in arguments.items() if x is not None}
-            options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+            call = as_started(each)
             names, flag = ROLES[each.kernel.__name__]
-            name = names[bool(constants.get(flag))]
-            yield name, (each.kernel, types, constants, options)
+            yield names[bool(call[2].get(flag))], call
 
 
 def type_of(x) -> str:
@@ -319,12 +320,18 @@ def for_grids(module, of: str) -> dict[str, tuple]:
 
 
 def kernels_with_bias() -> dict[str, tuple]:
-    """The kernels by boxes of a plane with a bias, and the plain ones of a volume with all that a call may ask for."""
+    """The kernels by boxes of a plane with a bias, and the plain ones of a volume with all that a call may ask for.
+
+    Beside the first their tables: of a forward, then of a backward.
+    """
     by_boxes = {
         f"hopper bias {name} {columns}": call
         for columns in (64, 128)
         for name, call in launched(box_launch, columns, PLANE, False, True)
     }
+    starts = [each for each in starts_on(box_launch, 64, PLANE, False, True) if each.kernel.__name__ in BESIDE_BOXES]
+    names = ("tables", "tables and zeros", "bounds", "gradient")
+    by_boxes |= {f"bias {name}": as_started(each) for name, each in zip(names, starts, strict=True)}
     return by_boxes | {f"grid bias {name} 64": call for name, call in launched(grid_launch, 64, VOLUME, True, True)}
 
 
@@ -413,7 +420,7 @@ SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "c
 SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopper forward 64 True False")
 SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
-SAMPLE += ("grid bias pairs 64",)
+SAMPLE += ("bias bounds", "grid bias pairs 64")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

@@ -65,7 +65,8 @@ class Value:
         if bitcast and dtype == gl.uint32:
             return Value(self.array.astype(np.uint32), dtype)
         if bitcast:
-            return Value(self.array.view(np.int32), dtype)
+            as_bits = self.array if self.array.dtype == np.float32 else self.array.astype(np.int32)
+            return Value(as_bits.view(np.float32 if dtype.is_floating() else np.int32), dtype)
         if dtype.is_floating():
             return Value(rounded(self.array.astype(np.float32), dtype), dtype)
         return Value(self.array.astype(np.int64), dtype)
@@ -149,6 +150,10 @@ class Pointer:
     def add(self, value, mask):
         at, mask = self._reached(mask)
         np.add.at(self.memory.cells, at, np.broadcast_to(raw(value), mask.shape)[mask])
+
+    def grow(self, value):
+        at, _ = self._reached(None)
+        np.maximum.at(self.memory.cells, at, raw(value))
 
 
 class Descriptor:
@@ -268,6 +273,7 @@ FUNCTIONS = {
     "load": lambda pointer, mask=None, other=0: pointer.load(mask, other),
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
     "atomic_add": lambda pointer, value, mask=None, sem=None: pointer.add(value, mask),
+    "atomic_max": lambda pointer, value, sem=None: pointer.grow(value),
     "arange": lambda start, end, layout=None: Value(np.arange(start, end)),
     "full": lambda shape, value, dtype, layout=None: Value(np.full(shape, value, np.float32), None).to(dtype),
     "zeros": lambda shape, dtype, layout=None: Value(np.zeros(shape, np.float32), dtype),
@@ -279,6 +285,8 @@ FUNCTIONS = {
     "max": on_arrays(np.fmax.reduce),
     "sum": on_arrays(np.sum),
     "exp2": on_arrays(np.exp2),
+    "sqrt": on_arrays(np.sqrt),
+    "abs": on_arrays(np.abs),
     "log2": on_arrays(np.log2),
     "log": on_arrays(np.log),
     "cdiv": on_arrays(lambda a, b: quotient(a + b - 1, b)),

@@ -35,6 +35,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
         f"{PACKAGE}.hopper.{name}"
         for name in (
             "bias",
+            "bias_tables",
             "boxes",
             "places",
             "masks",
@@ -236,7 +237,10 @@ def no_layout(*_, **__):
 
 LANGUAGE = SimpleNamespace(
     **FUNCTIONS,
-    **{name: getattr(gl, name) for name in ("int1", "int32", "uint32", "int64", "float16", "bfloat16", "float32")},
+    **{
+        name: getattr(gl, name)
+        for name in ("int1", "int32", "uint32", "int64", "float16", "bfloat16", "float32", "float64")
+    },
     **dict.fromkeys(LAYOUTS, no_layout),
     NVMMASharedLayout=gl.NVMMASharedLayout,
     tensor=Value,

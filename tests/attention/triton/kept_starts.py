@@ -221,6 +221,7 @@ if __name__ == "__main__":
     thrice("grid in an order", lambda: on_grid(grid_launch, True, ordering=order))
     for again in (False, True):
         thrice(f"grid with bias {again}", lambda again=again: on_grid(grid_launch, again, with_bias=True))
+        thrice(f"grid with bias on hopper {again}", lambda again=again: on_grid(hopper_grid, again, with_bias=True))
 
     # What differs from a kept call in one thing is not served by it.
     base = lambda: drawn(1, 256, 2, 48)  # noqa: E731

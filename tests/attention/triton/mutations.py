@@ -3,7 +3,14 @@
 import re
 from typing import NamedTuple
 
-GRID_MODULES = {"hopper.places", "hopper.boxes", "hopper.masks", "hopper.box_descriptors", "hopper.bias"}
+GRID_MODULES = {
+    "hopper.places",
+    "hopper.boxes",
+    "hopper.masks",
+    "hopper.box_descriptors",
+    "hopper.bias",
+    "hopper.bias_tables",
+}
 
 
 class Mutation(NamedTuple):
@@ -13,7 +20,9 @@ class Mutation(NamedTuple):
     before: str
     after: str
     why: str  # it is wrong
-    seed: int | str = 0  # of a case that shows it; special grids, parts of grids and calls with a bias have names
+    seed: int | str = (
+        0  # of a case that shows it; special grids, parts of grids, calls with a bias and tables of a bias have names
+    )
 
     @property
     def is_on_grid(self) -> bool:
@@ -339,9 +348,48 @@ hopper.bias, bias 9: entries of a thread's second row are those of its first
 hopper.grid_backward, bias 9: extra keys add to the gradient of bias
 -                    if j < grid_boxes:
 +                    if j >= 0:
-hopper.grid_launch, bias 13: dk and dv have the bias of the queries on the other side
--scaled.flip([*range(1, bias.dim())]) if is_flipped else scaled
+hopper.bias, bias 18: all heads count in the units of the first
+-sums.bounds + 3 * h
++sums.bounds + 0 * h
+hopper.bias_tables, bias 13: dk and dv have the bias of the queries on the other side
+-(places - 1 - place)
++place
+hopper.bias_tables, tables: entries begin in the margin
+-place % sides2 - margin2
++place % sides2
+hopper.bias_tables, tables: a bias of infinity is a number
+-tl.where(tl.abs(given) <= LARGEST, scaled, given)
 +scaled
+hopper.bias_tables, tables: sums of a launch begin as anything
+-        tl.store(sums + h * places + place, tl.zeros([BLOCK], tl.int64), mask=exists)
++
+hopper.bias_tables, tables: bounds of all heads but the first begin as anything
+-tl.store(bounds + h * 3 + number
++tl.store(bounds + number
+hopper.bias_tables, tables: bounds hold values that are padding
+-is_key &= tl.load
++is_key | tl.load
+hopper.bias_tables, tables: all heads have the values of the first
+-h // group * stride_vh
++0 * stride_vh
+hopper.bias_tables, tables: delta lacks the gradient of lse
+-products -= tl.load
++products - tl.load
+hopper.bias_tables, tables: bounds hold positive deltas alone
+- & 0x7FFFFFFF
++
+hopper.bias_tables, tables: norms whose squares float32 does not know are 0
+-(of_v.to(tl.float32, bitcast=True) + LOST)
++of_v.to(tl.float32, bitcast=True)
+hopper.bias_tables, tables: sums of a tile may leave 32 bits
+-tl.minimum(24 + 126 - exponent, 127)
++tl.minimum(25 + 126 - exponent, 127)
+hopper.bias_tables, tables: a head whose bound is no number has a gradient
+-exponent < 255
++exponent < 256
+hopper.bias_tables, tables: the gradient is read from the margin
+-entry % entries2 + margin2
++entry % entries2
 hopper.grid_launch, bias 7: pairs that do not attend are looked for outside of the table
 -2 * (side - 1) + 2 * (axis.stride - 1)
 +0

@@ -374,7 +374,7 @@ def assert_kept(told: dict) -> None:
     kept = {name: [bound == 0 for _, bound, _ in calls] for name, calls in told.items()}
     kinds = "sequence", "several", "all options", "grid", "kept"
     repeated = [name for name, calls in kept.items() if name.startswith(kinds) and len(calls) == 3]
-    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 28
+    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 30
     assert kept.pop("one tensor as q, k and v") == [False, False, True, True], "the last has three, as calls before"
     assert kept.pop("at the same addresses") == [False] * 2 + [True] * 8
     assert kept.pop("precision") == [False, False, True, False], "the last is in tf32"

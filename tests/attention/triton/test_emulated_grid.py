@@ -4,6 +4,7 @@ The library's own launches find boxes, descriptors and arguments, as on a Hopper
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -27,9 +28,11 @@ from drawn_grids import (
     special,
 )
 from oracle import attending, bias_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import Neighbourhood
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
@@ -134,6 +137,112 @@ def test_a_bias_of_large_windows_equals_the_oracles(monkeypatch, sources, number
     monkeypatch.setitem(sources.grids.BESIDE_SUMS, 128, (largest,))
     assert fault_of(sources, biased(number)) is None
     assert [x.named["BUFFERS"] for x in sources.starts if "BUFFERS" in x.named] == [1, 2]
+
+
+def fault_of_tables(grids, run) -> str | None:
+    """Which table around the kernels by boxes is not what its definition says, if any.
+
+    grids: the module of the launches. run: starts a list of them.
+    """
+    near, heads, keys = Neighbourhood((9, 8), (5, 3), stride=(1, 2), edge=("shift", "clip")), 4, 150
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    request = Request(near.of_heads(2), scale=2.0**-90, has_bias=True, key_padding_mask=draw(2, keys) > 1)
+    bias = draw(heads, 9, 5)
+    bias[0, 2], bias[1, 3, 1:4] = 2.0**100, torch.tensor([-torch.inf, torch.nan, -(2.0**100)])
+    places = grids.padded_sides(request, heads)
+    sums, bounds = torch.full(places, -1), torch.full((heads, 3), -1, dtype=torch.int32)
+    margins = [(count - entries) // 2 for count, entries in zip(places[1:], (9, 5), strict=True)]
+
+    def start_of_tables() -> str:
+        one, other, flipped = (torch.full(places, torch.nan) for _ in range(3))
+        alone = grids._of_tables(bias, request, one)
+        run([alone, grids._of_tables(bias, request, other, flipped=flipped, sums=sums, bounds=bounds)])
+        most = torch.finfo(torch.float32).max
+        scaled = torch.where(bias.isfinite(), (bias.double() / request.scale).clamp(-most, most), bias).float()
+        right = torch.nn.functional.pad(scaled, (margins[1], margins[1], margins[0], margins[0]))
+        for name, found in (("table", one), ("table", other), ("flipped table", flipped.flip(1, 2))):
+            if not torch.allclose(found, right, rtol=1e-6, atol=0.0, equal_nan=True):
+                return name
+        return "first sums or bounds" if sums.any() or bounds.any() else ""
+
+    def right_bounds() -> tuple[torch.Tensor, str]:
+        q, dout = draw(2, 140, heads, 24), draw(2, 143, heads, 40)[:, 3:, :, :24]
+        v = draw(2, keys, 2, 40)[..., :24]
+        v[request.key_padding_mask] = torch.nan
+        v[:, :, 1] *= 1e-25  # whose squares are 0 in float32
+        dout[1, -1, 2] *= 20
+        dout[0, 0, 3] = torch.nan
+        delta, dlse = torch.full((2, heads, 140), torch.nan), 9 * draw(2, heads, 140)
+        run([grids._of_bounds(dout, q, dlse, Tensors(q, v, v, v[:, :0], v[:, :0], bias), request, delta, bounds)])
+        of_queries = (q * dout).sum(-1).transpose(1, 2) - dlse
+        of_v = v.nan_to_num().double().norm(dim=-1).amax((0, 1)).repeat_interleave(2)
+        right = torch.stack([dout.norm(dim=-1).amax((0, 1)), of_v, of_queries.abs().amax((0, 2))], 1)
+        if not torch.allclose(delta, of_queries, atol=1e-4, equal_nan=True):
+            return right, "delta"
+        is_same = torch.allclose(bounds.view(torch.float32).double(), right, rtol=1e-5, atol=1e-18, equal_nan=True)
+        return right, "" if is_same else "bounds"
+
+    def gradient(right: torch.Tensor) -> str:
+        bounds[2, 2] = 0  # as if products of v cancelled
+        sums.copy_(torch.randint(2**40, sums.shape, generator=torch.Generator().manual_seed(0)) - 2**39)
+        dbias = torch.empty(bias.shape)
+        run([grids._of_gradient(sums, bounds, dbias, request)])
+        entries = sums[:, margins[0] :, margins[1] :][:, :9, :5]
+        unit = (entries / dbias.double()).mean((1, 2), keepdim=True)[:3]
+        if not dbias[3].isnan().all() or not torch.allclose(dbias[:3], (entries[:3] / unit).float(), rtol=1e-6):
+            return "gradient"
+        largest = right[:, 0] * right[:, 1] + bounds[:, 2].view(torch.float32)
+        in_units = largest[:3] * unit.flatten()
+        return "" if (in_units < 2**24).all() and (in_units[:2] > 2**22).all() else "unit"
+
+    if wrong := start_of_tables():
+        return wrong
+    right, wrong = right_bounds()
+    return wrong or gradient(right) or None
+
+
+def test_tables_around_the_kernels_are_those_of_their_definitions(sources):
+    assert fault_of_tables(sources.grids, lambda starts: sources._start(lambda: starts)) is None
+
+
+@pytest.mark.skipif(kernel_mode() != "interpreted", reason="of kernels on a CPU")
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_tables_around_the_kernels_are_those_of_their_definitions_in_tritons_interpreter():
+    from hilbert_lib.attention.triton.hopper import grid_launch
+    from hilbert_lib.attention.triton.start import start
+
+    assert fault_of_tables(grid_launch, lambda starts: start(lambda: starts)) is None
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations of torch that start a kernel on a GPU: views and empty tensors start none."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        makes_room = "empty" in function.overloadpacket.__name__
+        self.count += not (function.is_view or makes_room) and result.numel() > 0
+        return result
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_takes_one_launch_more_of_a_forward_and_two_of_a_backward(monkeypatch, sources, dtype):
+    """The host starts launches one after the other: it takes longer for many small ones than a GPU for the kernels."""
+    monkeypatch.setattr(sources, "run", lambda each: None)
+    near, heads = Neighbourhood((24, 24), 7), 4
+    x = torch.zeros(1, near.length, heads, 64, dtype=torch.bfloat16)
+    bias = None if dtype is None else torch.zeros(heads, 13, 13, dtype=dtype)
+    given = Tensors(x, x.clone(), x.clone(), x[:, :0], x[:, :0], bias)
+    request = Request(near.of_heads(heads), scale=0.125, has_bias=bias is not None, bias_gradient=bias is not None)
+    counts = []
+    sources.starts.clear()
+    with Launches() as launches:
+        out, lse = sources.grids.forward(given, request)
+        counts.append(launches.count + len(sources.starts))
+        sources.grids.backward(x, given, out, lse, request)
+        counts.append(launches.count + len(sources.starts) - counts[0])
+    assert counts == ([3, 3] if bias is None else [4, 5])
 
 
 @pytest.mark.parametrize("box", VOLUMES)

@@ -25,6 +25,8 @@ def is_seen(mutation: Mutation, case: int | str) -> bool:
         except (AssertionError, emulator.Fault):
             return True
         return False
+    if case == "tables":
+        return bool(test_emulated_grid.fault_of_tables(sources.grids, lambda starts: sources._start(lambda: starts)))
     if str(case).startswith("bias "):
         cases = [drawn_grid(int(case.removeprefix("bias ")))._replace(has_bias=True)]
     else:

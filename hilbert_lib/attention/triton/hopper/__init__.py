@@ -14,6 +14,7 @@ places           numbers and places of tiles
 boxes            tiles and the boxes that they walk over
 box_descriptors  descriptors of boxes for the copy engine
 bias             tiles of a bias by relative position, and the sums of its gradient
+bias_tables      kernels around those by boxes: padded tables of a bias, bounds of its gradient, and the gradient
 masks            the cells of a box that a group sees
 grid_forward     the forward's kernel
 grid_backward    the backward's kernel

@@ -13,7 +13,7 @@ The gradient is summed in whole numbers, whose sum is the same in any order: the
 
     a pair's gradient * unit        rounded; some pairs of a thread that share an entry are added before
     sums of a tile of queries       32 bits, in shared memory
-    sums of the launch              64 bits, in global memory; the launch divides them by the unit
+    sums of the launch              64 bits, in global memory; `bias_tables` divides them by the unit
 """
 
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hilbert_lib.attention.triton.grid import WRAP, window
 from hilbert_lib.attention.triton.hopper import boxes, tiles
+from hilbert_lib.attention.triton.hopper.bias_tables import unit_of
 
 
 class Form(NamedTuple):
@@ -68,7 +69,7 @@ class Sums(NamedTuple):
     """The gradient of a table of bias, where a launch computes it."""
 
     total: gl.tensor  # (heads, places) int64: a pointer
-    unit: gl.tensor  # (heads,) float32: a pointer
+    bounds: gl.tensor  # (heads, 3) int32: a pointer
     address: gl.tensor  # of a tile's sums in shared memory
     full: gl.shared_memory_descriptor  # both groups added theirs
     free: gl.shared_memory_descriptor  # both groups cleared their half
@@ -223,7 +224,8 @@ def _arrive(barrier):
 def begin(sums, h, turn):
     """The unit of a head, once the sums of the tile before are cleared."""
     mbarrier.wait(sums.free.index(0), turn & 1)
-    return gl.load(sums.unit + h)
+    bounds = sums.bounds + 3 * h
+    return unit_of(gl.load(bounds), gl.load(bounds + 1), gl.load(bounds + 2))
 
 
 @gluon.jit

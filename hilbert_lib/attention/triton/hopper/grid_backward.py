@@ -41,7 +41,7 @@ class Shared(NamedTuple):
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
 def backward_kernel(
-    lse, delta, x, y, a, b, extra_a, extra_b, u, w, bias, dbias, unit, windows, part, padding,
+    lse, delta, x, y, a, b, extra_a, extra_b, u, w, bias, dbias, bounds, windows, part, padding,
     extra_padding, scale,
     xb, x0, x1, x2, yb, y0, y1, y2, ab, a0, a1, a2, bb, b0, b1, b2, ub, u0, u1, u2, wb, w0, w1, w2, eb, fb,
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
@@ -83,7 +83,7 @@ def backward_kernel(
         sums_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(sums_full.index(0), count=2)
         mbarrier.init(sums_free.index(0), count=2)
-        sums = biases.Sums(dbias, unit, biases.shared_sums(total, BIAS), sums_full, sums_free)
+        sums = biases.Sums(dbias, bounds, biases.shared_sums(total, BIAS), sums_full, sums_free)
     shared = Shared(x_tiles, y_tiles, a_tiles, b_tiles, lse_rows, delta_rows, tile_full, tile_free, full)
     axes = boxes.axes_of((n0, n1, n2), (d0, d1, d2), part, RULES)
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)

@@ -12,6 +12,9 @@ from hilbert_lib.attention.failures import importing
 from hilbert_lib.attention.grid_parts import on_its_keys, refusal_of_part
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.triton import grid_launch as plain
+from hilbert_lib.attention.triton.arguments import strides_of
+from hilbert_lib.attention.triton.geometry import block_d
+from hilbert_lib.attention.triton.hopper.bias_tables import bound_kernel, gradient_kernel, table_kernel
 from hilbert_lib.attention.triton.hopper.launch import columns_of
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.machine import get_gpu_info
@@ -30,6 +33,8 @@ BUFFERS = 2  # of tiles: the next one is copied while the groups work on this on
 # Shared memory for the sums of the gradient of a bias: columns -> (bytes, boxes in dq's rings, buffers of tiles), least
 # first. The compiler takes at most 48 KiB in this way.
 BESIDE_SUMS = {64: ((48 * 1024, (4, 4), 2),), 128: ((18 * 1024, (3, 2), 2), (48 * 1024, (4, 2), 1))}
+
+PLACES = 1024  # of a table of bias, that a program makes or reads
 
 ROUNDS = 16  # rounds of programs for a part of a grid: between two, kernels of an exchange get a free multiprocessor
 
@@ -61,7 +66,7 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     request = on_its_keys(request) if request.part else request
     inputs = Tensors(*_as_read(inputs.with_rows, request), as_contiguous(inputs.bias))
     q, k, v, extra_k, extra_v, _ = inputs
-    table = table_of_bias(inputs, request)
+    (table,) = _empty_tables(inputs, request, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -70,6 +75,7 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 
     def starts() -> list[Start]:
         return [
+            *([] if table is None else [_of_tables(inputs.bias, request, table)]),
             _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), inputs, request, table, q.shape[2], **named),
             plain.of_queries(inputs, request, out=out, lse=lse, flag=flag),
         ]
@@ -91,24 +97,32 @@ def backward(
     *read, dout = _as_read((*inputs.with_rows, dout), request)
     q, k, v, extra_k, extra_v = read
     inputs = Tensors(*read, as_contiguous(inputs.bias))
-    tables = table_of_bias(inputs, request), table_of_bias(inputs, request, is_flipped=True)
+    tables = _empty_tables(inputs, request, 2)
     dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(read)]
     grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(read, dtypes, strict=True)))
     grads = plain.with_parts(grads, inputs)
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
-    sums, unit = sums_of_bias(dout, inputs, out, lse, dlse, request)
+    sums = bounds = None
+    if inputs.bias is not None:
+        grads = grads._replace(bias=torch.empty_like(inputs.bias))
+        sums = torch.empty(tables[0].shape, dtype=torch.int64, device=q.device)
+        bounds = torch.empty(len(inputs.bias), 3, dtype=torch.int32, device=q.device)
     of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
 
     def starts() -> list[Start]:
-        launches = [plain.delta_of(dout, out, delta, dlse)]
+        if inputs.bias is None:
+            launches = [plain.delta_of(dout, out, delta, dlse)]
+        else:
+            of_tables = _of_tables(inputs.bias, request, tables[0], flipped=tables[1], sums=sums, bounds=bounds)
+            launches = [of_tables, _of_bounds(dout, out, dlse, inputs, request, delta, bounds)]
         for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
             (stages, b_stages), buffers = RINGS[columns_of(q), tensors is of_keys], BUFFERS
             if inputs.bias is not None and tensors is of_queries:
                 (stages, b_stages), buffers = _beside_sums(columns_of(q), request)
             constants = {"STAGES": stages, "B_STAGES": b_stages, "BUFFERS": buffers, "OF_KEYS": tensors is of_keys}
             constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
-            constants |= {"dbias": sums, "unit": unit} if tensors is of_queries else {"dbias": None, "unit": None}
+            constants |= {"dbias": sums, "bounds": bounds} if tensors is of_queries else {"dbias": None, "bounds": None}
             by_query = q, dout, grads.q
             launches.append(
                 _start(
@@ -117,14 +131,13 @@ def backward(
             )
         if extra_k.shape[1]:
             launches.append(plain.of_keys(dout, inputs, lse, delta, request, grads, extra=True))
+        if inputs.bias is not None:
+            launches.append(_of_gradient(sums, bounds, grads.bias, request))
         return launches
 
     call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
-    start(
-        starts, call, "grid backward on hopper", *request.options, made=(delta, *grads.with_rows, *tables, sums, unit)
-    )
-    grads = plain.sum_of_parts(grads, inputs)
-    return grads if inputs.bias is None else grads._replace(bias=gradient_of_bias(sums, unit, inputs.bias, request))
+    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads, *tables, sums, bounds))
+    return plain.sum_of_parts(grads, inputs)
 
 
 def _start(
@@ -170,19 +183,50 @@ def as_contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def table_of_bias(inputs: Tensors, request: Request, *, is_flipped: bool = False) -> Tensor | None:
-    """The table of bias as the kernels read it (`hopper.bias`): float32, over the scale, padded; flipped for dk and dv.
-
-    What would leave float32 becomes its largest number.
-    """
+def _empty_tables(inputs: Tensors, request: Request, count: int) -> list[Tensor | None]:
+    # Tensors for padded tables of bias, or None for each.
     if inputs.bias is None:
-        return None
-    largest, bias = torch.finfo(torch.float32).max, inputs.bias.float()
-    scaled = (bias / request.scale).clamp(-largest, largest).where(bias.isfinite(), bias)
-    scaled = scaled.flip([*range(1, bias.dim())]) if is_flipped else scaled
-    table = torch.zeros(padded_sides(request, len(bias)), dtype=torch.float32, device=bias.device)
-    _entries(table, request).copy_(scaled)
-    return table
+        return [None] * count
+    sides = padded_sides(request, len(inputs.bias))
+    return [torch.empty(sides, dtype=torch.float32, device=inputs.q.device) for _ in range(count)]
+
+
+def _of_tables(bias: Tensor, request: Request, table: Tensor, *, flipped=None, sums=None, bounds=None) -> Start:
+    # The launch that makes padded tables of a bias and, for the backward, clears sums and bounds.
+    tensors, sizes = (bias, table, flipped, sums, bounds), _sizes_of_tables(request)
+    named = sizes | {"scale": request.scale, "BLOCK": PLACES}
+    return Start(table_kernel, (ceil(sizes["places"] / PLACES), len(bias)), tensors, named)
+
+
+def _of_bounds(
+    dout: Tensor, out: Tensor, dlse: Tensor | None, inputs: Tensors, request: Request, delta: Tensor, bounds: Tensor
+) -> Start:
+    # The launch that computes delta, and the bounds of the gradient of a bias.
+    (batch, queries, heads, head_dim), keys, padding = inputs.q.shape, inputs.k.shape[1], request.key_padding_mask
+    mask = dout if padding is None else padding.contiguous()
+    tensors = (out.contiguous(), dout, dlse, inputs.v, mask, delta, bounds)
+    block = 4096 // block_d(head_dim)
+    named = strides_of("dv", (dout, inputs.v)) | {"queries": queries, "keys": keys, "heads": heads}
+    named |= {"group": heads // inputs.v.shape[2], "HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim)}
+    named |= {"BLOCK_M": block, "PADDING": padding is not None}
+    return Start(bound_kernel, (ceil(max(queries, keys) / block), heads, batch), tensors, named)
+
+
+def _of_gradient(sums: Tensor, bounds: Tensor, dbias: Tensor, request: Request) -> Start:
+    # The launch that makes the gradient of a bias of its sums.
+    grid, named = (ceil(dbias[0].numel() / PLACES), len(dbias)), _sizes_of_tables(request) | {"BLOCK": PLACES}
+    return Start(gradient_kernel, grid, (sums, bounds, dbias), named)
+
+
+def _sizes_of_tables(request: Request) -> dict[str, int]:
+    # Arguments for the entries, the margins and the places of a padded table along three axes.
+    entries = request.pattern.bias_sides
+    entries = (1,) * (3 - len(entries)) + entries
+    centre, sides = _places(request.neighbourhoods[0], request.pattern.bias_sides)
+    margins = [place - count // 2 for place, count in zip(centre, entries, strict=True)]
+    named = {f"entries{n}": count for n, count in zip(plain.AXES, entries, strict=True)}
+    named |= {f"margin{n}": margin for n, margin in zip(plain.AXES, margins, strict=True)}
+    return named | {"sides1": sides[1], "sides2": sides[2], "places": prod(sides)}
 
 
 def padded_sides(request: Request, heads: int) -> tuple[int, ...]:
@@ -190,14 +234,6 @@ def padded_sides(request: Request, heads: int) -> tuple[int, ...]:
     entries = request.pattern.bias_sides
     _, sides = _places(request.neighbourhoods[0], entries)
     return heads, *sides[3 - len(entries) :]
-
-
-def _entries(table: Tensor, request: Request) -> Tensor:
-    # The part of a padded table that has the entries of a bias.
-    centre, _ = _places(request.neighbourhoods[0], request.pattern.bias_sides)
-    for n, side in enumerate(request.pattern.bias_sides):
-        table = table.narrow(n + 1, centre[n - len(request.pattern.bias_sides)] - side // 2, side)
-    return table
 
 
 def bias_form(request: Request) -> "Form":  # noqa: F821 - of a module that is imported where it runs
@@ -243,37 +279,6 @@ def _beside_sums(columns: int, request: Request) -> tuple[tuple[int, int], int]:
     # Boxes in dq's two rings and buffers of its tiles, with as much room for the sums as they need.
     needed = _bytes_of_sums(request)
     return next((rings, buffers) for room, rings, buffers in BESIDE_SUMS[columns] if needed <= room)
-
-
-def sums_of_bias(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request
-) -> tuple[Tensor | None, Tensor | None]:
-    """Zeros for the sums of the gradient of a bias, by head and place, and the unit of each head.
-
-    A pair's gradient is weight * (dout v - dout out + dlse), and a weight is at most 1. A tile has 128 queries, each of
-    which has an entry once at most: in units of 2^-24 of the largest gradient their sum stays in 32 bits.
-    """
-    if inputs.bias is None:
-        return None, None
-
-    def norms(x: Tensor) -> Tensor:  # (batch, rows, heads)
-        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-
-    heads, kv_heads, of_v = len(inputs.bias), inputs.v.shape[2], norms(inputs.v)
-    if request.key_padding_mask is not None:  # such a row may hold anything
-        of_v = of_v.masked_fill(request.key_padding_mask[:, :, None], 0.0)
-    of_v = of_v.amax((0, 1)).repeat_interleave(heads // kv_heads)
-    bound = norms(dout).amax((0, 1)) * (of_v + norms(out).amax((0, 1)))
-    if dlse is not None:
-        bound = bound + dlse.masked_fill(lse == -torch.inf, 0.0).abs().amax((0, 2))
-    unit = torch.exp2(torch.floor(24 - torch.log2(bound.clamp(min=1e-30) * 1.02)))
-    return torch.zeros(padded_sides(request, heads), dtype=torch.int64, device=unit.device), unit
-
-
-def gradient_of_bias(sums: Tensor, unit: Tensor, bias: Tensor, request: Request) -> Tensor:
-    """The gradient of a bias from its sums."""
-    unit = unit.double().view(-1, *[1] * (bias.dim() - 1))
-    return (_entries(sums, request).double() / unit).to(bias.dtype)
 
 
 def _started(total: int, programs: int, rounds: int) -> int:
