@@ -94,12 +94,39 @@ class Axis:
         >>> Axis(9, 3, 1, 1, False, "clip").distances(), Axis(9, 3, 1, 1, False, "shift").distances()
         ((-1, 1), (-2, 2))
         """
+        if self.edge == "shift" and not self.is_causal:
+            return 1 - self.window, self.window - 1
+        return self._unmoved_distances()
+
+    def _unmoved_distances(self) -> tuple[int, int]:
+        # `distances` where no window is moved inside.
         if self.is_causal:
             return 1 - self.window, 0
-        if self.edge == "shift":
-            return 1 - self.window, self.window - 1
         ahead = self.stride // 2 - self.window // 2  # from the first query of a group to the window's start
         return ahead - self.stride + 1, ahead + self.window - 1
+
+    def seen(self, cell: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last rank that each cell sees; off the axis where its window is clipped or goes round.
+
+        >>> Axis(9, 3, 1, 1, False, "clip").seen(torch.arange(2))
+        (tensor([-1,  0]), tensor([1, 2]))
+        """
+        start = self.start(cell)
+        return start, self.ranks(cell)[0] if self.is_causal else start + self.window - 1
+
+    def seen_by(self, cell: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last rank of the queries that may see each cell; all others do not. They may lie off the axis.
+
+        >>> Axis(9, 3, 1, 1, False, "shift").seen_by(torch.tensor([0, 2, 4]))
+        (tensor([0, 0, 3]), tensor([1, 3, 5]))
+        """
+        rank, count = self.ranks(cell)
+        least, most = self._unmoved_distances()
+        first, last = rank - most, rank - least
+        if self.edge == "shift" and not self.is_causal:  # all queries whose windows are moved see the keys of that end
+            first = first.where(rank >= self.window, 0)
+            last = last.where(rank < count - self.window, count - 1)
+        return first, last
 
     def keys(self, cell: Tensor) -> Tensor:
         """The cells that one cell () attends to: (n,) int64, ascending."""
