@@ -144,10 +144,11 @@ def drawn_dlse(lse: Tensor) -> Tensor:
 
 def _call(pattern, backend: str, **options) -> Callable:
     # A pattern's attention as a function of q, k, v, extra keys and a bias; it gives out and lse.
-    attend = dilated_attention if isinstance(pattern, DilatedPattern) else neighbourhood_attention
+    door = dilated_attention if isinstance(pattern, DilatedPattern) else neighbourhood_attention
+    door = attend if isinstance(pattern, Union) else door
 
     def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(q, k, v, pattern, backend=backend, return_lse=True, **oracle.named(rest), **options)
+        return door(q, k, v, pattern, backend=backend, return_lse=True, **oracle.named(rest), **options)
 
     return call
 
@@ -439,7 +440,7 @@ def check_on_grid(
     rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True, with_dlse=False
 ) -> None:
     """Run one case and compare it with the oracle: output, lse and gradients."""
-    shape = RULES.get(rules, rules)[0]
+    shape = shape_of(rules)
     query_box = box_in(shape) if order == "box" else None
     if more == JOINT:
         sizes = {"heads": HEADS[heads], "head_dim": head_dim, "query_box": query_box, "with_dlse": with_dlse}

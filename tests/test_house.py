@@ -42,6 +42,7 @@ FLOORS = {
         *(
             "request",
             "grid_parts",
+            "grid_lists",
             "dropout",
             "documents",
             "starts",

@@ -14,6 +14,7 @@ merge          the one associative merge of partial results; merge_attention
 dropout        dropout bits keyed by position
 modules        the function as layers
 grid_parts     parts of a grid, and which cells lie in which rows
+grid_lists     packed lists of grids, for kernels that know no geometry
 joint          queries beside a grid, which see every cell and every extra key
 grid_module    attention on grids as a layer
 caches         keys and values of a module's earlier tokens

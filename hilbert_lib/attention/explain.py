@@ -5,7 +5,7 @@ import torch
 from hilbert_lib.attention import api
 from hilbert_lib.attention.autograd import needs_gradient
 from hilbert_lib.attention.choice import Explanation, choose, explain
-from hilbert_lib.attention.joint import joint_call, joint_refusal, servers
+from hilbert_lib.attention.joint import beside, joint_call, joint_refusal, servers
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.validation import as_cast, as_pattern, validated
 from hilbert_lib.checks import known_by, unscripted
@@ -50,7 +50,7 @@ def _with_extra_queries(
     found: Explanation, backend: str, how: dict[str, bool], inputs: Tensors, request: Request
 ) -> Explanation:
     # inputs, request: of the extra queries. how: which gradients there are.
-    chosen = choose(inputs.q, inputs.k, request, backend, **how)
+    chosen = choose(inputs.q, inputs.k, request, beside(backend), **how)
     reasons = dict(found.reasons)
     for name, reason in found.reasons.items():
         if name == backend == found.chosen or reason.startswith("can serve"):

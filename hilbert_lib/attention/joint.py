@@ -12,6 +12,14 @@ from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.starts import padding_with_starts
 from hilbert_lib.patterns.all_pairs import AllPairs
 
+# Of a backend that serves grids alone: the one for sequences that serves the queries beside them.
+_ALONG_SEQUENCES = {"lists": "triton"}
+
+
+def beside(name: str) -> str:
+    """The backend that computes extra queries where the one of this name computes the cells."""
+    return _ALONG_SEQUENCES.get(name, name)
+
 
 def extra_attention(
     extra_q: Tensor, inputs: Tensors, request: Request, backend: str, return_lse: bool, level: int
@@ -26,7 +34,7 @@ def extra_attention(
 
     def chosen() -> str:
         how = {"gradient": gradient, "lse_gradient": gradient and return_lse}
-        name = choose(inputs.q, inputs.k, request, backend, **how)
+        name = choose(inputs.q, inputs.k, request, beside(backend), **how)
         if not name:
             raise ValueError(f"backend={backend!r} {joint_refusal(inputs, request, backend)}; see explain_backend")
         return name
@@ -47,13 +55,14 @@ def joint_call(extra_q: Tensor, inputs: Tensors, request: Request) -> tuple[Tens
 
 def joint_refusal(inputs: Tensors, request: Request, name: str) -> str:
     """The reason why a backend does not serve extra queries, or ""."""
-    backend = backends_for(AllPairs).get(name)
+    backend = backends_for(AllPairs).get(beside(name))
     refusal = backend.refusal(inputs.q, request, inputs.k) if backend else "there is none of this name"
     return refusal and f"cannot serve extra_q: {refusal}"
 
 
 def servers(inputs: Tensors, request: Request, name: str) -> str:
     """The backends that compute extra queries where this one is named, in words."""
+    name = beside(name)
     runs_sequences = backends_for(AllPairs)[name].serves is AllPairs  # "reference" and "eager" serve any pattern
     if runs_sequences and extra_keys_refusal(BACKENDS[name], inputs, request):
         return f"extra queries over the cells by {name!r}, over the extra keys by matrix products"

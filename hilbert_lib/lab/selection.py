@@ -42,7 +42,7 @@ SPECIAL = (
 
 def candidates(work: Workload, *, gradient: bool) -> list[str]:
     """The backends worth measuring: those that serve, without the reference and without interpreted kernels."""
-    passed_over = {"reference"} | ({"triton"} if kernel_mode() == "interpreted" else set())
+    passed_over = {"reference"} | ({"triton", "lists"} if kernel_mode() == "interpreted" else set())
     names = [name for name in backends_for(work.call.pattern) if name not in passed_over]
     return [name for name in names if not work.refusal(name, gradient=gradient)]
 

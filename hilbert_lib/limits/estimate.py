@@ -22,7 +22,7 @@ from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import choose, is_undone
 from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.attention.grid_parts import part_of_box
-from hilbert_lib.attention.joint import joint_call, joint_refusal
+from hilbert_lib.attention.joint import beside, joint_call, joint_refusal
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
@@ -107,7 +107,7 @@ def estimate_memory(
         backend, is_causal, dropout_p: as the functions take them.
         has_key_padding, has_kv_ordering, has_key_start: whether the call has a key_padding_mask, a kv_ordering, a
             key_start or a tensor of query_start. Where k and v are put in sequence order first, copies of both are kept
-            for the backward. Tables that later calls share are not counted.
+            for the backward. Tables that later calls share are not counted, but the lists of "lists" are.
         has_bias: on a grid, whether there is a bias. It counts in float32 (float64 for float64), with its gradient.
         queries: rows of q, the last positions (decoding); by default all.
         query_box: on a grid, the cells of q, as the function takes it; not with queries or has_key_start.
@@ -254,7 +254,7 @@ def estimate_memory(
         workspace["dk or dv put back"] = max(0, k.nbytes - sum(workspace.values()))
     if extra_queries:
         extra_q = q.new_empty(batch, extra_queries, heads, head_dim)
-        extra_call = _ExtraCall(*joint_call(extra_q, leaves, call), named, direction, device)
+        extra_call = _ExtraCall(*joint_call(extra_q, leaves, call), beside(named), direction, device)
         return extra_call.added(inputs, outputs, sum(workspace.values()))
     return _estimate(inputs, outputs, workspace)
 
@@ -290,7 +290,7 @@ def _of_points(
     inputs |= {"lists": sum(x.nbytes for x in points.list_tensors)}
     if extra_queries:
         extra_q = q.new_empty(q.shape[0], extra_queries, *q.shape[2:])
-        extra_call = _ExtraCall(*joint_call(extra_q, leaves, call), named, direction, device)
+        extra_call = _ExtraCall(*joint_call(extra_q, leaves, call), beside(named), direction, device)
         return extra_call.added(inputs, outputs, sum(workspace.values()))
     return _estimate(inputs, outputs, workspace)
 

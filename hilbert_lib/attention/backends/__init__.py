@@ -10,6 +10,8 @@ flex_masks masks of FlexAttention, by pattern
 flex       compiled FlexAttention, for patterns of any kind
 fused      the fused kernels of `attention/triton`, for sequences: "hopper" warp-specialised, "triton" plain
 fused_grid the same for grids
+listed     packed lists of points, by kernels and by matrix products
+listed_grid the kernels for lists on grids: "lists"
 tiles      matrix products of tiles of a grid, in chunks
 reference  the oracle: dense masks, any pattern, any dtype
 registry   all of them by name

@@ -198,7 +198,8 @@ def _weighted(weights: Tensor, block: _Queries) -> Tensor:
     return out
 
 
-def _kernels(device: torch.device) -> tuple[Forward, Backward]:
+def kernels(device: torch.device) -> tuple[Forward, Backward]:
+    """The launches of the kernels. Raises `KernelError` where they do not load."""
     try:
         from hilbert_lib.attention.triton import lists_launch  # triton is imported only where a kernel is used
     except (ImportError, AttributeError) as error:
@@ -216,10 +217,10 @@ def _kernel_limits(q: Tensor, request: Request) -> str:
     return kernel_limits(q, q.shape[1], request.scale)
 
 
-def _kernel_workspace(
+def kernel_workspace(
     arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
-    # The scratch of `lists_launch.py`. Interpreted kernels count as compiled ones.
+    """The scratch of `lists_launch.py`. Interpreted kernels count as compiled ones."""
     if direction == "forward":
         return {}
     from hilbert_lib.attention.triton import lists_launch  # triton is imported only where a kernel is used
@@ -237,12 +238,12 @@ BACKENDS = (
         name="triton",
         note="kernels that walk over lists of keys",
         colour="#D55E00",
-        functions=_kernels,
+        functions=kernels,
         limits=_kernel_limits,
         of_keys=lambda q, k, request: kernel_limits(q, k.shape[1], request.scale),
         here=lambda q, request: absence(q.device, limits.LISTS_SHARED_BYTES),
         caveat=CAVEAT,
-        workspace=_kernel_workspace,
+        workspace=kernel_workspace,
         options=("lists",),
     ),
     Backend(

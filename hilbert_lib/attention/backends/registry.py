@@ -2,7 +2,17 @@
 
 import torch
 
-from hilbert_lib.attention.backends import dense, flex, fused, fused_grid, listed, packages, reference, tiles
+from hilbert_lib.attention.backends import (
+    dense,
+    flex,
+    fused,
+    fused_grid,
+    listed,
+    listed_grid,
+    packages,
+    reference,
+    tiles,
+)
 from hilbert_lib.attention.backends.all_pairs import by_one_segment
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.parts import part_by_part
@@ -12,7 +22,7 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 
-_ROOMS = (fused, fused_grid, dense.HALF, packages, flex, dense, tiles, listed, reference)
+_ROOMS = (fused, fused_grid, dense.HALF, packages, flex, dense, listed_grid, tiles, listed, reference)
 _EVERY = [backend for room in _ROOMS for backend in getattr(room, "BACKENDS", room)]
 NAMES = tuple(dict.fromkeys(backend.name for backend in _EVERY))  # of every kind
 WITHOUT_BUILD = {
@@ -42,12 +52,10 @@ def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
 
 
 def _serving_unions() -> dict[str, Backend]:
-    by_parts = {
-        name: part_by_part(name, backends_for, _caveats(name), _lse_columns(name))
-        for name in NAMES
-        if name != "reference"
-    }
-    return {**by_parts, "reference": _serving(Union)["reference"]}
+    # Part by part, but "reference" and the backends that serve whole unions.
+    whole = {name: each for name, each in _serving(Union).items() if name == "reference" or each.serves is Union}
+    by_parts = {name: part_by_part(name, backends_for, _caveats(name), _lse_columns(name)) for name in NAMES}
+    return by_parts | whole
 
 
 def _serving_all_pairs() -> dict[str, Backend]:

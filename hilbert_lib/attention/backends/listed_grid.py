@@ -1,0 +1,167 @@
+"""Neighbourhoods and unions of them by the kernels for packed lists, which serve grids and points alike.
+
+The lists are made of the rules of the grid when a call needs them, and kept within `grid_lists.LARGEST` bytes: make the
+first call outside of a CUDA graph. A union is one pass over the lists of all its patterns.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention import grid_lists
+from hilbert_lib.attention.backends import listed
+from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, Backend, Backward, Forward
+from hilbert_lib.attention.backends.fused import absence, kernel_limits
+from hilbert_lib.attention.grid_lists import Box, Patterns
+from hilbert_lib.attention.grid_parts import has_all_keys
+from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.triton import limits
+from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
+from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.union import Union
+
+NOTE = "kernels that walk over lists of keys, made once for each grid and kept"
+
+
+def patterns_of(pattern: Pattern) -> tuple[Pattern, ...]:
+    """The patterns of a union, or the one."""
+    return pattern.patterns if isinstance(pattern, Union) else (pattern,)
+
+
+@lru_cache(maxsize=256)
+def heads_by_patterns(pattern: HeadNeighbourhoods | Union) -> dict[Patterns, tuple[int, ...]]:
+    """The KV heads of each neighbourhood, or of each tuple of those of a union."""
+    heads: dict[Patterns, tuple[int, ...]] = {}
+    by_head = zip(*(part.by_head for part in patterns_of(pattern)), strict=True)
+    for head, patterns in enumerate(by_head):
+        heads[patterns] = (*heads.get(patterns, ()), head)
+    return heads
+
+
+def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    """Output like q, and lse (batch, heads, queries)."""
+    run, _ = listed.kernels(inputs.q.device)
+    sets = heads_by_patterns(request.pattern)
+    if len(sets) == 1:
+        return run(inputs, _with_lists(request, *sets, inputs.q.device))
+    batch, queries, heads, _ = inputs.q.shape
+    out, lse = torch.empty_like(inputs.q), inputs.q.new_empty(batch, heads, queries, dtype=torch.float32)
+    for patterns, kv_heads in sets.items():
+        own, own_kv = _heads(kv_heads, heads // inputs.k.shape[2], out.device)
+        own_request = _with_lists(request, patterns, out.device)
+        out[:, :, own], lse[:, own] = run(_of_heads(inputs, own, own_kv), own_request)
+    return out, lse
+
+
+def backward(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
+) -> Tensors:
+    """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
+    _, run = listed.kernels(inputs.q.device)
+    sets = heads_by_patterns(request.pattern)
+    if len(sets) == 1:
+        return run(dout, inputs, out, lse, _with_lists(request, *sets, dout.device), dlse)
+    grads = [torch.empty_like(x) for x in inputs.with_rows]
+    for patterns, kv_heads in sets.items():
+        own, own_kv = _heads(kv_heads, inputs.q.shape[2] // inputs.k.shape[2], dout.device)
+        own_dlse = None if dlse is None else dlse[:, own]
+        results = out[:, :, own], lse[:, own], _with_lists(request, patterns, dout.device), own_dlse
+        own_grads = run(dout[:, :, own], _of_heads(inputs, own, own_kv), *results)
+        grads[0][:, :, own] = own_grads.q
+        for grad, own_grad in zip(grads[1:], own_grads[1:], strict=False):
+            grad[:, :, own_kv] = own_grad.to(grad.dtype)
+    return Tensors(*grads)
+
+
+def _with_lists(request: Request, patterns: Patterns, device: torch.device) -> Request:
+    # Kernels read the lists and not the pattern: of a union, too, they count extra keys once.
+    return replace(request, lists=grid_lists.grid_lists(patterns, request.ordering, _box(request), device))
+
+
+def _box(request: Request) -> Box | None:
+    return request.part.rows if request.part else None
+
+
+@cached_for_graphs(maxsize=256)
+def _heads(kv_heads: tuple[int, ...], group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # The numbers of the query heads of some KV heads, and of these.
+    own_kv = torch.tensor(kv_heads, device=device)
+    return (own_kv[:, None] * group + torch.arange(group, device=device)).flatten(), own_kv
+
+
+def _of_heads(inputs: Tensors, heads: Tensor, kv_heads: Tensor) -> Tensors:
+    q, *with_keys = inputs.with_rows
+    return Tensors(q[:, :, heads], *(x[:, :, kv_heads] for x in with_keys))
+
+
+def _limits(q: Tensor, request: Request) -> str:
+    for pattern in patterns_of(request.pattern):
+        if not isinstance(pattern, HeadNeighbourhoods):
+            return f"serves no {pattern.noun}, which is a part of the union"
+    part = request.part
+    if request.slots is not None or (part and (part.in_float or not has_all_keys(part, request.pattern.shape))):
+        return "computes no part of a grid but a query_box"
+    if q.shape[0] > MOST_SEQUENCES:
+        return f"serves up to {MOST_SEQUENCES:,} sequences, got {q.shape[0]:,}"
+    return kernel_limits(q, q.shape[1], request.scale)
+
+
+def _of_keys(q: Tensor, k: Tensor, request: Request) -> str:
+    if refused := kernel_limits(q, k.shape[1], request.scale):
+        return refused
+    if torch.compiler.is_compiling():  # sides may be symbols there, of which no lists are made
+        return ""
+    if (size := _lists_bytes(request)) > grid_lists.LARGEST:
+        return f"serves lists of up to {grid_lists.LARGEST:,} bytes, got {size:,}"
+    return ""
+
+
+def _lists_bytes(request: Request) -> int:
+    return sum(grid_lists.lists_bytes(patterns, _box(request)) for patterns in heads_by_patterns(request.pattern))
+
+
+def _workspace(
+    arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+) -> dict[str, int]:
+    # The lists are kept for later calls. Where windows differ by head, each set of heads is copied, with its results.
+    workspace = {"lists": _lists_bytes(request)}
+    workspace |= listed.kernel_workspace(arguments, request, direction, device, returned)
+    sets = heads_by_patterns(request.pattern).values()
+    if len(sets) == 1:
+        return workspace
+    inputs = Tensors(*(arguments[0] if direction == "forward" else arguments[1]))
+    lse = WORKING_DTYPE[inputs.q.dtype].itemsize * inputs.q.numel() // inputs.q.shape[3]
+    copies = sum(x.nbytes for x in inputs.with_rows)
+    copies = copies + inputs.q.nbytes + lse if direction == "forward" else 2 * (copies + inputs.q.nbytes) + lse
+    return workspace | {"a set of heads": copies * max(map(len, sets)) // inputs.k.shape[2]}
+
+
+def _backend(serves: type[Pattern], note: str) -> Backend:
+    return Backend(
+        serves=serves,
+        name="lists",
+        note=note,
+        colour="#56B4E9",
+        functions=_functions,
+        limits=_limits,
+        of_keys=_of_keys,
+        here=lambda q, request: absence(q.device, limits.LISTS_SHARED_BYTES),
+        reads_orderings=True,
+        caveat=listed.CAVEAT,
+        workspace=_workspace,
+        options=("part",),
+    )
+
+
+def _functions(device: torch.device) -> tuple[Forward, Backward]:
+    listed.kernels(device)  # raises where they do not load
+    return forward, backward
+
+
+BACKENDS = (
+    _backend(HeadNeighbourhoods, NOTE),
+    _backend(Union, f"{NOTE}; one pass over the lists of all neighbourhoods of the union"),
+)

@@ -1,0 +1,210 @@
+"""Grids and unions by the kernels for lists equal the oracle; without a GPU they run here in Triton's interpreter."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cases import (
+    GROUPED_WINDOWS,
+    HEADS,
+    MORE,
+    ORDERS,
+    SMALL,
+    attended,
+    check_grouped_windows,
+    check_nan,
+    check_on_grid,
+    every_rule,
+    grids_in_pairs,
+    pairs_of_options,
+    refusals,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    Ordering,
+    Union,
+    attend,
+    estimate_memory,
+    explain_backend,
+    neighbourhood_attention,
+)
+from hilbert_lib.attention import grid_lists, rules
+
+launch = pytest.importorskip(
+    "hilbert_lib.attention.triton.lists_launch", reason="triton has no build for this platform"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+WITH_DLSE = False, True
+PLANE = ((20, 18), (5, 7), 1, 1, False, "shift")  # of several blocks with several tiles each
+NEAR = Neighbourhood((8, 9), (3, 5))
+FAR = Neighbourhood((8, 9), 3, dilation=2)
+
+
+@grids_in_pairs(DTYPES, WITH_DLSE)
+def test_output_lse_and_gradients_equal_the_oracle(case):
+    *rest, with_dlse = case
+    check_on_grid(*rest, "lists", device=DEVICE, with_dlse=with_dlse)
+
+
+@pytest.mark.parametrize("case", pairs_of_options(DTYPES, WITH_DLSE), ids=str)
+def test_options_in_pairs(case):
+    *rest, with_dlse = case
+    check_on_grid(*rest, "lists", device=DEVICE, with_dlse=with_dlse)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rules", every_rule(SMALL), ids=str)
+def test_all_options_together(rules):
+    """Heads and dtypes in turn."""
+    for n, order in enumerate(ORDERS):
+        for more in MORE:
+            check_on_grid(rules, list(HEADS)[n % 3], order, more, DTYPES[n % 3], "lists", device=DEVICE)
+
+
+def test_blocks_of_several_tiles():
+    check_on_grid(PLANE, "grouped", "hilbert", "extra and padding", torch.bfloat16, "lists", device=DEVICE)
+
+
+def test_windows_are_those_of_the_kv_head_of_each_group():
+    check_grouped_windows("lists", torch.float32, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("union", "heads", "order", "more"),
+    [
+        ("near and far", "grouped", "random", "extra and padding"),
+        ("round and causal", "windows", "none", "extra"),
+        ("a line three times", GROUPED_WINDOWS, "box", "padding"),
+    ],
+)
+def test_a_union_is_one_softmax_in_one_pass_for_each_window_of_heads(union, heads, order, more, monkeypatch):
+    forward, calls = launch.forward, []
+    monkeypatch.setattr(launch, "forward", lambda *given: calls.append(given) or forward(*given))
+    check_on_grid(union, heads, order, more, torch.float32, "lists", device=DEVICE, with_dlse=True)
+    assert len(calls) == (2 if "windows" in heads else 1)
+
+
+def test_a_dropped_bit_of_a_word_is_seen(monkeypatch):
+    case = PLANE, "one", "none", "nothing", torch.float32, "lists"
+    words_of = grid_lists.words_of
+    grid_lists.grid_lists.cache_clear()
+    try:
+        monkeypatch.setattr(grid_lists, "words_of", lambda attends: words_of(attends) & ~(1 << 40))
+        with pytest.raises(AssertionError):
+            check_on_grid(*case, device=DEVICE)
+    finally:
+        grid_lists.grid_lists.cache_clear()
+
+
+def test_what_is_no_number_reaches_only_those_who_see_it():
+    near = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
+    run = partial(neighbourhood_attention, neighbourhood=near, backend="lists")
+    for at in range(3):
+        check_nan(near, [torch.randn(1, 24, 1, 4, device=DEVICE) for _ in range(3)], at, 13, run)
+
+
+@pytest.mark.parametrize("order", [None, Ordering.random(72, seed=2)], ids=["rows", "random"])
+def test_the_bits_are_the_same_every_time(order):
+    tensors = [torch.randn(1, 72, 2, 16, device=DEVICE) for _ in range(4)]
+    union = Union((NEAR, FAR))
+    first, second = (attended(tensors, union, "lists", ordering=order) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_compiled_calls_are_those_of_eager_mode():
+    tensors = [torch.randn(1, 72, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    run = partial(neighbourhood_attention, neighbourhood=NEAR, backend="lists")
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        out = function(*tensors)
+        results.append([out, *torch.autograd.grad(out, tensors, torch.ones_like(out))])
+    assert all(map(torch.equal, *results))
+
+
+X = torch.randn(1, 72, 2, 16, device=DEVICE)
+
+
+test_what_it_lacks_is_refused_by_name = refusals(
+    {
+        ValueError: [
+            (
+                lambda: attend(X, X, X, NEAR, bias=torch.zeros(2, 5, 9, device=DEVICE), backend="lists"),
+                "backend='lists' cannot serve: adds no bias to scores",
+            ),
+            (
+                lambda: attend(*(x.double() for x in (X, X, X)), NEAR, backend="lists"),
+                "serves float16, bfloat16 and float32, got float64",
+            ),
+            (
+                lambda: attend(X, X, X, Union((DilatedPattern((8,), (1,)),) * 2), backend="lists"),
+                "serves no DilatedPattern, which is a part of the union",
+            ),
+            (
+                lambda: attend(X, X, X, DilatedPattern((8,), (1,)), backend="lists"),
+                "backend must be one of auto, .* for a DilatedPattern; got 'lists'",
+            ),
+        ]
+    }
+)
+
+
+def test_lists_that_are_too_large_are_refused(monkeypatch):
+    size = grid_lists.lists_bytes((NEAR,))
+    attend(X, X, X, NEAR, backend="lists")
+    monkeypatch.setattr(grid_lists, "LARGEST", size - 1)
+    told = explain_backend(X, X, X, NEAR, backend="lists").reasons["lists"]
+    assert told == f"cannot serve: serves lists of up to {size - 1:,} bytes, got {size:,}"
+
+
+def test_explanations_and_estimates_name_it():
+    explained = explain_backend(X, X, X, NEAR, backend="lists")
+    assert explained.chosen == "lists"
+    assert explained.reasons["lists"].startswith("chosen: kernels that walk over lists of keys")
+    whole = explain_backend(X, X, X, Union((NEAR, FAR)), backend="lists").reasons["lists"]
+    assert "one pass over the lists of all neighbourhoods of the union" in whole
+    sizes = {"heads": 2, "head_dim": 64, "backend": "lists", "device": "cuda"}
+    for direction in ("forward", "backward"):
+        told = estimate_memory(Union((NEAR, FAR)), direction=direction, **sizes)
+        assert told.items["workspace: lists"] == grid_lists.lists_bytes((NEAR, FAR))
+    heads = replace(NEAR, window=(3, 4)), NEAR
+    by_head = estimate_memory(heads, **sizes)
+    assert by_head.items["workspace: lists"] == sum(grid_lists.lists_bytes((each,)) for each in heads)
+    assert by_head.items["workspace: a set of heads"] > 0
+
+
+def test_its_flop_are_those_of_other_backends():
+    counts = []
+    for backend in ("lists", "eager"):
+        with FlopCounterMode(display=False) as counter:
+            attend(X, X, X, Union((NEAR, FAR)), backend=backend)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == (NEAR.pairs + FAR.pairs) * 2 * 4 * 16
+
+
+def test_auto_takes_it_behind_all_other_kernels():
+    for rule in (rules.GRID_BY_ROW, rules.GRID_ON_GPU, rules.GRID_COMPACT):
+        assert rule.order[-2:] == ("lists", "eager")
+    assert "lists" not in rules.GRID_ON_CPU.order
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_a_call():
+    from hilbert_lib.lab.sweeps.memory import captured
+
+    tensors = [torch.randn(1, 72, 2, 32, device="cuda", requires_grad=True) for _ in range(3)]
+
+    def step():
+        out = neighbourhood_attention(*tensors, NEAR, backend="lists")
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    step()
+    graph, found = captured(step)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, step()))
