@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib import checks
+from hilbert_lib.attention import grid_lists
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.blocks import axis_tiles, check_length, mask_blocks
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
@@ -22,6 +23,12 @@ BLOCK, BOX = 128, 64  # tokens of a block of FlexAttention, cells of a box of qu
 BOXES = {2: ((8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))}
 # Grids and windows of images, video and NAT that users run, for which others publish times.
 USERS = [((256, 256), 17), ((256, 256), 33), ((256, 256), 65), ((128, 128), 13), ((30, 48, 80), (18, 24, 24))]
+
+# Grids, windows and dilations for which lists are counted: docs/lists.md has the table.
+LISTED = [((256, 256), window, 1) for window in (3, 5, 7, 9, 17, 33, 65)]
+LISTED += [((256, 256), 9, 3), ((256, 256), 33, 3), ((257, 257), 33, 2), ((56, 56), 7, 8), ((256, 256), (1, 33), 1)]
+LISTED += [((64, 64, 64), 3, 1), ((64, 64, 64), 7, 1), ((30, 48, 80), (18, 24, 24), 1), ((24, 44, 80), 5, (1, 11, 5))]
+LISTED += [((65536,), 2048, 1), ((1024, 1024), 33, 1), ((1024, 1024), 65, 1)]
 
 
 def neighbourhood_orderings(shape: Sequence[int]) -> dict[str, Ordering]:
@@ -76,6 +83,25 @@ def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USER
         }
         rows += [(of_axes(near.shape), of_axes(near.window), name, share) for name, share in used.items()]
     return pd.DataFrame(rows, columns=["side", "window", "order", "used"])
+
+
+def count_lists(works: Sequence[tuple] = LISTED) -> pd.DataFrame:
+    """The packed lists of some grids, windows and dilations: their size, and the share of their pairs that attend.
+
+    sides: of the blocks of queries. MiB: of the lists of both directions. KiB/query: the same for each cell. used: the
+    share of the pairs of tiles that attend, in the forward; rows: that share if blocks were 64 cells in a row, as cells
+    stored row by row are. On sides of 2^k runs of 64 cells of a Hilbert curve are the squares of 8 x 8.
+    """
+    rows = []
+    for shape, window, dilation in works:
+        near = (Neighbourhood(tuple(shape), window, dilation),)
+        size, sides = grid_lists.lists_bytes(near), grid_lists.blocking(near).sides
+        tiles = [grid_lists.count_tiles(near, sides=each) for each in (sides, (1,) * (len(shape) - 1) + (64,))]
+        used = [round(near[0].pairs / (count * 64**2), 3) for count in tiles]
+        grid = [of_axes(values) for values in (near[0].shape, near[0].window, near[0].dilation)]
+        rows.append((*grid, of_axes(sides), round(size / 2**20, 1), round(size / 2**10 / near[0].length, 2), *used))
+    columns = ["side", "window", "dilation", "sides", "MiB", "KiB/query", "used", "rows"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def count_blocks(
