@@ -41,10 +41,11 @@ from hilbert_lib.patterns.union import Union
 _OPERATORS = torch.ops.hilbert_lib
 _INPUTS = len(Tensors._fields)
 ORDERINGS = (*KINDS, "residue", "random", "linear", "permutation")
-# The schema of a request: the pattern, then the other fields one by one.
+# The schema of a request: the pattern, then the other fields one by one. Lists are optional, since a program of
+# AOTInductor gives None for an empty one (torch 2.13).
 _TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
-_TYPES |= {Pattern: "str words, SymInt[]", Ordering | None: "int[]", GridPart | None: "SymInt[]"}
-_TYPES[tuple[Tensor, ...]] = "Tensor[]"
+_TYPES |= {Pattern: "str words, SymInt[]?", Ordering | None: "int[]?", GridPart | None: "SymInt[]?"}
+_TYPES[tuple[Tensor, ...]] = "Tensor[]?"
 _FIELDS = [field.name for field in fields(Request)]
 _OWN = ["Tensor? permutation", "str backend"]  # permutation: the values of an ordering of one's own
 _REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), *_OWN])
@@ -124,14 +125,14 @@ def _permutation(ordering: Ordering | None) -> Tensor | None:
     return made_outside_modes(lambda: (ordering.table.perm,))[0]
 
 
-def _request(words: str, numbers: list[int], *rest) -> Request:
+def _request(words: str, numbers: list[int] | None, *rest) -> Request:
     *values, permutation = rest
     options = dict(zip(_FIELDS[1:], values, strict=True))
-    ordering = tuple(options["ordering"])
+    ordering = tuple(options["ordering"] or ())
     options["ordering"] = _ordering(ordering) if permutation is None else _own_ordering(ordering, permutation)
-    options["lists"] = tuple(options["lists"])
-    options["part"] = _part(tuple(map(int, options["part"])))
-    return Request(from_specification(words, tuple(map(int, numbers))), **options)
+    options["lists"] = tuple(options["lists"] or ())
+    options["part"] = _part(tuple(map(int, options["part"] or ())))
+    return Request(from_specification(words, tuple(map(int, numbers or ()))), **options)
 
 
 def _numbers_of_ordering(ordering: Ordering | None) -> list[int]:
