@@ -1,43 +1,53 @@
-"""Attention implementations for models of Hugging Face's transformers: sliding windows, and dilated attention.
+"""Attention for models of Hugging Face's transformers: sliding windows, dilated attention, windows on images.
 
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="hilbert_window")
 
+    replace_attention(longformer)
+
 transformers makes one mask for each kind of layer before the first layer runs. In its place stands a `VisibleRows`: the
-few numbers and tensors that say which rows see which. Every layer hands it to its attention function. Read in
-transformers 5.24.
+few numbers and tensors that say which rows see which. Every layer hands it to its attention function.
+
+Layers of Longformer, Swin and DiNAT have attention of their own, which no implementation replaces. Their classes are
+replaced, by subclasses with another `forward`. Read in transformers 5.24.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from hilbert_lib.attention.api import attend
+from hilbert_lib.attention.api import attend, neighbourhood_attention
 from hilbert_lib.checks import LARGEST_SIZE
 from hilbert_lib.internals import assert_async
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
-WINDOW, DILATED = "hilbert_window", "hilbert_dilated"
+WINDOW, DILATED, GRID = "hilbert_window", "hilbert_dilated", "hilbert_grid"
 DENSE = DilatedPattern((LARGEST_SIZE,), (1,))
 # Arguments of attention functions that change what is computed, and have no counterpart here.
 UNSERVED = ("softcap", "position_bias", "output_attentions", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def register() -> None:
-    """Make "hilbert_window" and "hilbert_dilated" known to transformers as attention implementations.
+    """Make "hilbert_window", "hilbert_dilated" and "hilbert_grid" known to transformers as attention implementations.
 
     "hilbert_window" serves the sliding windows and the full layers that a model has, causal or not. Learned sinks, as
     gpt-oss has them, are served. "hilbert_dilated" serves full layers alone. Its pattern is `config.hilbert_pattern`: a
     dictionary of the arguments of `DilatedPattern`, which `save_pretrained` keeps with the model.
 
     Both serve dynamic and static caches, and batches that are padded on the left or the right. A padded sequence gets
-    the values that it gets alone. Their errors, TypeError and ValueError, are raised by the model: for packed documents
-    and for masks of another kind, for a softcap, a bias of positions and `output_attentions`, and for dropout beside a
-    window.
+    the values that it gets alone.
+
+    "hilbert_grid" serves vision transformers: ViT, DINOv2 with registers, DINOv3. Each patch sees a window of the
+    image, and all class and register tokens. These see all. The window is `config.hilbert_neighbourhood`: a dictionary
+    of the arguments of `Neighbourhood`, whose shape counts patches. Tokens before the patches are class and register
+    tokens.
+
+    Errors, TypeError and ValueError, are raised by the model: for packed documents and for masks of another kind, for
+    a softcap, a bias of positions and `output_attentions`, and for dropout beside a window.
 
     Raises:
         ModuleNotFoundError: where transformers is not installed.
@@ -45,7 +55,7 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    for name, attention in ((WINDOW, window_attention), (DILATED, dilated_attention)):
+    for name, attention in ((WINDOW, window_attention), (DILATED, dilated_attention), (GRID, grid_attention)):
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, partial(visible_rows, name))
 
@@ -200,8 +210,7 @@ def window_attention(
     arguments = {"scale": scaling, "key_padding_mask": rows.padding, **_starts(rows, WINDOW)}
     if rows.window is None:
         return _attended(query, key, value, DENSE, options, dropout_p=dropout, is_causal=rows.is_causal, **arguments)
-    if dropout:
-        raise ValueError(f"attention_dropout must be 0 beside a sliding window for {WINDOW!r}, got {dropout}")
+    _refuse_dropout(dropout, WINDOW)
     window = rows.window if rows.is_causal else 2 * rows.window + 1
     near = Neighbourhood((key.shape[2],), window, is_causal=rows.is_causal, edge="shift" if rows.is_causal else "clip")
     return _attended(query, key, value, near, options, **arguments)
@@ -235,7 +244,51 @@ def dilated_attention(
         arguments["key_start"] = torch.where(visible.any(1), first, visible.shape[1])
         if not rows.is_causal:
             arguments["key_padding_mask"] = rows.padding
-    return _attended(query, key, value, _pattern_of(module), options, **arguments)
+    pattern = _pattern_of(module, "hilbert_pattern", DILATED)
+    return _attended(query, key, value, pattern, options, **arguments)
+
+
+def grid_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: VisibleRows | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options,
+) -> tuple[Tensor, None]:
+    """Attention of patches over a window of the image: (batch, tokens, heads, head_dim), and None for weights.
+
+    The arguments are those of `window_attention`; the window is that of `module.config`.
+    """
+    if attention_mask is None:  # a model without masks, such as DINOv3
+        _refuse_unserved(GRID, options)
+        padding = None
+    else:
+        rows = _checked(attention_mask, key, GRID, options)
+        if rows.is_causal or rows.window is not None:
+            raise ValueError(f"{GRID!r} serves layers in which all tokens see all, got {rows}")
+        padding = rows.padding
+    near = _pattern_of(module, "hilbert_neighbourhood", GRID)
+    classes = key.shape[2] - near.length
+    if classes < 0:
+        raise ValueError(
+            f"config.hilbert_neighbourhood must have the shape of the image in patches for {GRID!r}, got shape "
+            f"{near.shape} for {key.shape[2]} tokens"
+        )
+    _refuse_dropout(dropout, GRID)
+    sizes = [classes, near.length]
+    (extra_q, q), (extra_k, k), (extra_v, v) = (x.transpose(1, 2).split(sizes, 1) for x in (query, key, value))
+    arguments = {"scale": scaling}
+    if classes:
+        arguments |= {"extra_q": extra_q, "extra_k": extra_k, "extra_v": extra_v}
+    if padding is not None:
+        extra_padding, arguments["key_padding_mask"] = padding.split(sizes, 1)
+        if classes:
+            arguments["extra_padding_mask"] = extra_padding
+    out = neighbourhood_attention(q, k, v, near, **arguments)
+    return (torch.cat(out[::-1], 1) if classes else out), None
 
 
 def _checked(attention_mask: object, key: Tensor, implementation: str, options: dict) -> VisibleRows:
@@ -245,12 +298,21 @@ def _checked(attention_mask: object, key: Tensor, implementation: str, options: 
             f"attention_mask must be left out, or (batch, tokens), so that transformers makes the mask of "
             f"{implementation!r}; this layer got {got}"
         )
-    for name in UNSERVED:
-        if options.get(name) is not None and options[name] is not False:
-            raise ValueError(f"{implementation!r} does not serve {name}, got {options[name]!r}")
+    _refuse_unserved(implementation, options)
     if key.shape[2] != attention_mask.sides[3]:
         raise ValueError(f"key must have the {attention_mask.sides[3]} rows of the mask, got {key.shape[2]}")
     return attention_mask
+
+
+def _refuse_unserved(implementation: str, options: dict) -> None:
+    for name in UNSERVED:
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{implementation!r} does not serve {name}, got {options[name]!r}")
+
+
+def _refuse_dropout(dropout: float, implementation: str) -> None:
+    if dropout:
+        raise ValueError(f"attention_dropout must be 0 beside a window for {implementation!r}, got {dropout}")
 
 
 def _starts(rows: VisibleRows, implementation: str) -> dict[str, int | Tensor]:
@@ -267,14 +329,22 @@ def _starts(rows: VisibleRows, implementation: str) -> dict[str, int | Tensor]:
     return {"query_start": rows.query_start}
 
 
-def _pattern_of(module: nn.Module) -> DilatedPattern:
-    arguments = getattr(getattr(module, "config", None), "hilbert_pattern", None)
+# What a configuration may hold for an implementation, with an example.
+OF_CONFIG = {
+    "hilbert_pattern": (DilatedPattern, {"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}),
+    "hilbert_neighbourhood": (Neighbourhood, {"shape": [14, 14], "window": 7}),
+}
+
+
+def _pattern_of(module: nn.Module, name: str, implementation: str) -> DilatedPattern | Neighbourhood:
+    kind, example = OF_CONFIG[name]
+    arguments = getattr(getattr(module, "config", None), name, None)
     if not isinstance(arguments, dict):
         raise TypeError(
-            f"config.hilbert_pattern must be a dictionary of the arguments of DilatedPattern for {DILATED!r}, such as "
-            f"{{'segment_lengths': [2048, 16384], 'dilation_rates': [1, 8]}}; got {arguments!r}"
+            f"config.{name} must be a dictionary of the arguments of {kind.__name__} for {implementation!r}, such as "
+            f"{example}; got {arguments!r}"
         )
-    return DilatedPattern(**arguments)
+    return kind(**arguments)
 
 
 def _attended(
@@ -288,3 +358,170 @@ def _attended(
     # The share of the keys in a softmax that a logit without a value has joined.
     share = torch.sigmoid(lse - sink.to(lse.dtype)[:, None])  # (batch, heads, queries)
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype), None
+
+
+def replace_attention(model: nn.Module) -> nn.Module:
+    """The model, in which every attention layer of Longformer, Swin or DiNAT computes by `neighbourhood_attention`.
+
+    Layers keep their parameters and names. Outputs and gradients are those of the model. Longformer's global
+    tokens, Swin's shifted windows and the biases of Swin and DiNAT are served. DiNAT runs without NATTEN.
+
+    Args:
+        model: changed in place. It may be such a layer itself.
+
+    Raises:
+        TypeError, ValueError: where the model has no such layer. When the model runs: for `output_attentions`, for
+            dropout of attention weights while training, and for an image that is smaller than Swin's window.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    layers = [(layer, forward) for layer in model.modules() if (forward := LAYERS.get(_name_of(type(layer))))]
+    if not layers:
+        raise ValueError(
+            f"model must have layers of Longformer, Swin or DiNAT of transformers, got {type(model).__name__} with none"
+        )
+    for layer, forward in layers:
+        layer.__class__ = _subclass(type(layer), forward)
+    return model
+
+
+def _name_of(layer_class: type) -> str:
+    # Its last module and its name, such as "modeling_swin.SwinLayer"; empty unless it is of transformers.
+    package, _, module = layer_class.__module__.rpartition(".")
+    return f"{module}.{layer_class.__name__}" if package.startswith("transformers.models.") else ""
+
+
+@cache
+def _subclass(layer_class: type, forward: Callable) -> type:
+    # Gradient checkpointing wraps the `forward` of a subclass, and would miss one that is an attribute of the layer.
+    return type(f"Hilbert{layer_class.__name__}", (layer_class,), {"forward": forward, "__module__": __name__})
+
+
+def longformer_attention(
+    layer: nn.Module,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    is_index_masked: Tensor | None = None,
+    is_index_global_attn: Tensor | None = None,
+    is_global_attn: bool | None = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor]:
+    """Longformer's attention (arXiv 2004.05150): a window, and global tokens with projections of their own.
+
+    Args:
+        layer: a `LongformerSelfAttention`.
+        hidden_states: (batch, seq, hidden_size).
+        is_index_masked, is_index_global_attn: (batch, seq) bool, True = padding, and True = a global token.
+    """
+    _check_layer(layer, layer.dropout, output_attentions)
+
+    def heads_of(rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (layer.num_heads, layer.head_dim))
+
+    q, k, v = (heads_of(project(hidden_states)) for project in (layer.query, layer.key, layer.value))
+    near = Neighbourhood((q.shape[1],), 2 * layer.one_sided_attn_window_size + 1, edge="clip")
+    if not is_global_attn:
+        out = neighbourhood_attention(q, k, v, near, key_padding_mask=is_index_masked)
+        return (out.masked_fill(is_index_masked[..., None, None], 0.0).flatten(2),)
+    # Global tokens are hidden in windows, since all queries see them as extra keys. Their number differs by sequence.
+    most = int(is_index_global_attn.sum(1).max())
+    rows = is_index_global_attn.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # (batch, most)
+    is_missing = ~is_index_global_attn.gather(1, rows)
+    extra_k, extra_v = (x.take_along_dim(rows[..., None, None], 1) for x in (k, v))
+    hidden = is_index_masked | is_index_global_attn
+    extra = {"extra_k": extra_k, "extra_v": extra_v, "extra_padding_mask": is_missing}
+    out = neighbourhood_attention(q, k, v, near, key_padding_mask=hidden, **extra)
+    out = out.masked_fill(is_index_masked[..., None, None], 0.0)
+    # Global tokens see all tokens.
+    global_q = heads_of(layer.query_global(hidden_states.take_along_dim(rows[..., None], 1)))
+    global_k, global_v = (heads_of(project(hidden_states)) for project in (layer.key_global, layer.value_global))
+    seen = ~is_index_masked[:, None, None]
+    global_rows = (x.transpose(1, 2) for x in (global_q, global_k, global_v))
+    global_out = nn.functional.scaled_dot_product_attention(*global_rows, attn_mask=seen).transpose(1, 2)
+    return (out.index_put(is_index_global_attn.nonzero(as_tuple=True), global_out[~is_missing]).flatten(2),)
+
+
+def dinat_attention(layer: nn.Module, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor]:
+    """DiNAT's attention (arXiv 2209.15001): a dilated window with a bias by relative position.
+
+    Args:
+        layer: a `NeighborhoodAttention` of transformers' DiNAT.
+        hidden_states: (batch, rows, columns, channels).
+    """
+    _check_layer(layer, layer.dropout.p, output_attentions)
+    grid = tuple(hidden_states.shape[1:3])
+    q, k, v = (
+        project(hidden_states).flatten(1, 2).unflatten(-1, (layer.num_attention_heads, -1))
+        for project in (layer.query, layer.key, layer.value)
+    )
+    near = Neighbourhood(grid, layer.kernel_size, layer.dilation)
+    return (neighbourhood_attention(q, k, v, near, bias=layer.rpb).flatten(2).unflatten(1, grid),)
+
+
+def swin_layer(
+    layer: nn.Module,
+    hidden_states: Tensor,
+    input_dimensions: tuple[int, int],
+    always_partition: bool = False,
+    output_attentions: bool = False,
+    **options,
+) -> tuple[Tensor, None]:
+    """A layer of Swin (arXiv 2103.14030) whose tokens are neither rolled nor cut into windows.
+
+    Args:
+        layer: a `SwinLayer`.
+        hidden_states: (batch, rows * columns, channels).
+        input_dimensions: rows and columns.
+        always_partition: whether the window stays as large as it is on a smaller image.
+    """
+    attention = layer.attention
+    _check_layer(layer, attention.attention_dropout, output_attentions or attention.config.output_attentions)
+    if not always_partition:
+        layer.set_shift_and_window_size(input_dimensions)
+    window = attention.relative_position_bias.window_size[0]
+    if layer.window_size != window:
+        raise ValueError(f"input_dimensions must be at least the window {window} of the layer, got {input_dimensions}")
+    height, width = input_dimensions
+    cells = layer.layernorm_before(hidden_states).unflatten(1, (height, width))
+    cells, _ = layer.maybe_pad(cells, height, width)
+    attended = _shifted_windows(attention, cells, window, layer.shift_size)[:, :height, :width]
+    hidden_states = hidden_states + layer.drop_path(layer.dropout(attended.flatten(1, 2)))
+    return hidden_states + layer.dropout(layer.mlp(layer.layernorm_after(hidden_states))), None
+
+
+def _shifted_windows(attention: nn.Module, cells: Tensor, window: int, shift: int) -> Tensor:
+    # Attention over cells (batch, rows, columns, channels): windows side by side, moved by a shift.
+    grid = tuple(cells.shape[1:3])
+    q, k, v = (
+        project(cells).unflatten(-1, (attention.num_attention_heads, -1))
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    table = attention.relative_position_bias.relative_position_bias_table  # (entries of both axes, heads)
+    # Swin counts from the key to the query, and we from the query to the key.
+    bias = table.unflatten(0, (2 * window - 1,) * 2).flip(0, 1).permute(2, 0, 1)
+    options = {"scale": attention.scaling, "bias": bias}
+    if shift:
+        # The first window begins `window - shift` cells before the image, and the last one ends `shift` cells after it.
+        before = window - shift
+        k, v = (nn.functional.pad(x, (0, 0, 0, 0, before, shift, before, shift)) for x in (k, v))
+        is_outside = cells.new_zeros(1, *grid, dtype=torch.bool)
+        is_outside = nn.functional.pad(is_outside, (before, shift, before, shift), value=True)
+        options["key_padding_mask"] = is_outside.flatten(1).expand(len(cells), -1)
+        options["query_box"] = tuple((before, before + side) for side in grid)
+    near = Neighbourhood(tuple(k.shape[1:3]), window, stride=window)
+    out = neighbourhood_attention(*(x.flatten(1, 2) for x in (q, k, v)), near, **options)
+    return attention.o_proj(out.flatten(2)).unflatten(1, grid)
+
+
+def _check_layer(layer: nn.Module, dropout: float, output_attentions: bool) -> None:
+    if output_attentions:
+        raise ValueError(f"output_attentions must be False, got {output_attentions}: no attention weights are made")
+    if layer.training and dropout:
+        raise ValueError(f"attention_probs_dropout_prob must be 0 while training, got {dropout}")
+
+
+LAYERS = {
+    "modeling_longformer.LongformerSelfAttention": longformer_attention,
+    "modeling_swin.SwinLayer": swin_layer,
+    "modeling_dinat.NeighborhoodAttention": dinat_attention,
+}

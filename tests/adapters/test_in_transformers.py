@@ -23,8 +23,15 @@ MODELS = {
     "ModernBert": {"layer_types": BOTH["layer_types"], "local_attention": 6},
     "Llama": {},
 }
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+# Models that are refused: scores under a tanh, and values narrower than keys.
+REFUSED = {
+    "Gemma2": {**GROUPED, "sliding_window": 6},
+    "DeepseekV3": {**LATENT, "first_k_dense_replace": 2, "n_routed_experts": 2, "n_group": 1, "topk_group": 1},
+}
 PATTERN = {"segment_lengths": [4, 16], "dilation_rates": [1, 3]}
 PROMPT, LENGTHS = 20, (13, 20)
+STEPS = 4
 
 
 def truth_of(name):
@@ -38,7 +45,7 @@ def model_of(name, **options):
     config = {"Gemma3": "Gemma3Text"}.get(name, name) + "Config"
     head = "ForMaskedLM" if name == "ModernBert" else "ForCausalLM"
     torch.manual_seed(0)
-    settings = getattr(transformers, config)(**(SIZES | MODELS[name] | options))
+    settings = getattr(transformers, config)(**(SIZES | (MODELS | REFUSED)[name] | options))
     settings._experts_implementation = "eager"
     model = getattr(transformers, name + head)(settings).double().eval()
     with torch.no_grad():
@@ -168,6 +175,61 @@ def test_chunks_of_a_prompt_and_a_cache_give_the_rows_of_one_call(name, implemen
     torch.testing.assert_close(torch.cat(chunks, 1)[shown], whole[shown], rtol=1e-9, atol=1e-9)
 
 
+def test_an_exported_model_with_a_dilated_pattern_has_its_outputs():
+    model, (tokens, mask) = dilated_llama(), tokens_and_mask()
+    model.set_attn_implementation("hilbert_dilated")
+    options = {"attention_mask": mask, "use_cache": False}
+    program = torch.export.export(model, (tokens,), options, strict=False).module()
+    expected = model(tokens, **options).logits
+    torch.testing.assert_close(program(tokens, **options).logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def texts():
+    """Eight texts of unequal lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(2)
+    for length in range(13, 21):
+        tokens = torch.randint(3, 50, (20,), generator=generator)
+        mask = (torch.arange(20) >= 20 - length).long()
+        yield {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask.bool(), -100)}
+
+
+def trained(implementation, folder, **options):
+    """Losses of transformers' Trainer, the weights then, and those of the model that it saved."""
+    import transformers
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=0.01,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    model = model_of("Qwen3")
+    model.set_attn_implementation(implementation)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=list(texts()))
+    trainer.train()
+    trainer.save_model(str(folder))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, list(model.parameters()), list(saved.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True, "gradient_accumulation_steps": 2}], ids=str)
+def test_the_trainers_losses_and_weights_are_those_of_the_models_own_attention(options, tmp_path):
+    losses, weights, _ = trained("sdpa", tmp_path / "theirs", **options)
+    own_losses, own_weights, own_saved = trained("hilbert_window", tmp_path / "ours", **options)
+    assert len(losses) == STEPS
+    assert losses[0] != losses[-1]
+    assert own_losses == pytest.approx(losses, rel=1e-9)
+    torch.testing.assert_close(own_weights, weights, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own_saved, own_weights, rtol=0, atol=0)
+
+
 def test_the_pattern_is_kept_with_the_model(tmp_path):
     import transformers
 
@@ -213,7 +275,8 @@ PACKED = {"position_ids": torch.arange(10).repeat(2)[None].expand(2, -1)}
         ("Llama", "hilbert_dilated", PACKED, "makes another: of packed documents"),
         ("Mistral", "hilbert_dilated", {}, "got one with a sliding window .of 6."),
         ("Llama", "hilbert_dilated", {"attention_mask": HOLE}, "got a hidden token between two others"),
-        ("Mistral", "hilbert_window", {"softcap": 3.0}, "does not serve softcap, got 3.0"),
+        ("Gemma2", "hilbert_window", {}, "does not serve softcap, got 50.0"),
+        ("DeepseekV3", "hilbert_window", {}, "v must have the shape of k"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(name, implementation, call, says):
@@ -242,5 +305,5 @@ def test_a_pattern_that_is_missing_and_a_dropout_beside_a_window_are_refused():
         model(tokens)
     model = model_of("Mistral", attention_dropout=0.1)
     model.set_attn_implementation("hilbert_window")
-    with pytest.raises(ValueError, match="attention_dropout must be 0 beside a sliding window"):
+    with pytest.raises(ValueError, match="attention_dropout must be 0 beside a window"):
         model.train()(tokens)
