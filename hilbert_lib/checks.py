@@ -183,6 +183,16 @@ def device(value: object) -> torch.device:
         raise ValueError(f"device must be a device that torch knows, such as 'cpu' or 'cuda', got {value!r}") from None
 
 
+def device_here(value: object) -> torch.device:
+    """The argument `device` by its full name, as "cuda:0" for "cuda"; ValueError for one that this machine lacks."""
+    known = device(value)
+    try:
+        return torch.empty(0, device=known).device
+    except (AssertionError, RuntimeError) as error:  # of a torch without CUDA, and of a machine without a GPU
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"device must be one of this machine, got {str(known)!r}: {why}") from None
+
+
 def suggesting(function: Callable[P, T], unserved: Mapping[str, str] = MappingProxyType({})) -> Callable[P, T]:
     """The function, whose error for an unknown keyword names the nearest known one (Python says "unexpected" alone).
 

@@ -190,8 +190,7 @@ class Ordering:
         >>> Ordering.linear(2).to("cpu").perm.device
         device(type='cpu')
         """
-        # An empty tensor turns "cuda" into the current device's full name, so that the cache knows it by one name.
-        return replace(self, device=torch.empty(0, device=checks.device(device)).device)
+        return replace(self, device=checks.device_here(device))  # so that the cache knows it by one name
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
         """A tensor in sequence order, stored in this ordering: slot s along dim holds position `perm[s]`.

@@ -447,12 +447,14 @@ def test_tensors_that_look_heads_first_are_warned_of_once():
     """Not by who makes the layout itself."""
     script = """
 import warnings, torch
-from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, dilated_attention, estimate_memory
+from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, NeighbourhoodAttention
+from hilbert_lib import dilated_attention, estimate_memory
 q, x, pattern = torch.ones(1, 4, 32, 16), torch.ones(1, 4, 64), DilatedPattern((4,), (1,))
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     estimate_memory(pattern, length=4, heads=32, head_dim=16, device="cpu")
     MultiheadDilatedAttention(64, 8, pattern)(x, x, x)
+    NeighbourhoodAttention(64, 8, 2)(x)
     dilated_attention(*[q.transpose(1, 2)] * 3, pattern)
     before = len(seen)
     for _ in range(3):

@@ -254,6 +254,7 @@ WRONG = {
         (lambda: Ordering("linear", 4, chunk=2), "chunk must be None for kind 'linear', got 2"),
         (lambda: Ordering("residue", 4, rate=2, seed=1), "seed must be None for kind 'residue', got 1"),
         (lambda: Ordering.linear(4).to("gpu"), "device must be .*, got 'gpu'"),
+        (lambda: Ordering.linear(4).to("cuda:63"), "device must be one of this machine, got 'cuda:63': "),
         (lambda: Ordering("linear", 4, device="gpu"), "device must be .*, got 'gpu'"),
         (lambda: Ordering.linear(4).apply(torch.zeros(4), 1), "dim must be .* from -1 to 0, got 1"),
         (lambda: Ordering.linear(4).apply(torch.zeros(2, 5), 1), r"size 4 along dim 1.*\(2, 5\)"),

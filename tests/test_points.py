@@ -206,6 +206,11 @@ WRONG = [
         lambda: PointNeighbourhood(CELLS[[0, 0, 0]], 3, torch.tensor([7, 1, 7])),
     ),
     (ValueError, "keys must be distinct", lambda: PointNeighbourhood(CELLS, 3, keys=CELLS[[0, 0]])),
+    (
+        ValueError,
+        "device must be one of this machine, got 'cuda:63'",
+        lambda: PointNeighbourhood(CELLS, 3).to("cuda:63"),
+    ),
     (ValueError, "must span fewer than", lambda: PointNeighbourhood(CELLS * 2**30, 3)),
 ]
 

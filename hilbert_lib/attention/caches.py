@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hilbert_lib import checks
 from hilbert_lib.attention.validation import autocast_dtype
 from hilbert_lib.internals import assert_async, has_values
 
@@ -19,7 +20,8 @@ class KeyValueCache:
     """Keys and values of one module, made by its `make_cache` and written by its calls.
 
     `lengths` counts the tokens of each sequence. It may be written in place between calls: after prompts that are
-    padded on the right, or to take tokens back. Rows after a sequence's length have no weight.
+    padded on the right, or to take tokens back. Rows after a sequence's length have no weight. A cache that is made
+    under torch.inference_mode() is used there.
 
     Args:
         k, v: (batch, max_length, kv_heads, head_dim).
@@ -90,8 +92,18 @@ class KeyValueCache:
             raise TypeError(
                 f"cache must have the dtype of the keys ({k.dtype}), got {self.k.dtype}: give make_cache one"
             )
+        is_outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+        if is_outside and any(x.is_inference() for x in (self.k, self.v, self.lengths)):
+            raise ValueError("cache must be used under torch.inference_mode(), where it was made; got a call outside")
         if torch.is_grad_enabled() and k.requires_grad:
             raise ValueError("cache must be None where gradients are recorded: decode under torch.no_grad()")
+
+    def check_lengths(self) -> None:
+        """Raise TypeError or ValueError where a user put something else in the place of `lengths`."""
+        checks.dense_tensor("cache.lengths", self.lengths)
+        if self.lengths.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cache.lengths must be int32 or int64, got {self.lengths.dtype}")
+        checks.rows_of_keys("cache.lengths", self.lengths, "batch", self.k)
 
 
 def check_cache(cache: object, **excluded: object) -> KeyValueCache:
@@ -101,4 +113,5 @@ def check_cache(cache: object, **excluded: object) -> KeyValueCache:
     for name, value in excluded.items():
         if value is not None:
             raise ValueError(f"{name} must be None with a cache, got {type(value).__name__}")
+    cache.check_lengths()
     return cache

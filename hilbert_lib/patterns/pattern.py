@@ -185,7 +185,8 @@ def from_specification(words: str, numbers: tuple[int, ...]) -> Pattern:
 def check_pattern(pattern: object) -> Pattern:
     """The argument; TypeError unless it is a pattern."""
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood, got {type(pattern).__name__}")
+        hint = ": several patterns in one softmax are a Union" if isinstance(pattern, list | tuple) else ""
+        raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood, got {type(pattern).__name__}{hint}")
     if not is_dataclass(pattern):
         raise TypeError(f"{pattern.noun} must be a frozen dataclass, as every pattern is")
     if not isinstance(getattr(pattern, "shape", ()), tuple | None):

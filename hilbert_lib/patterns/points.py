@@ -156,8 +156,8 @@ class PointNeighbourhood(Pattern):
         return self.attends(torch.arange(self.lists.queries, device=self.device), key).nonzero()[:, 0]
 
     def to(self, device: torch.device | str) -> Self:
-        """The same points on a device, made once for each device."""
-        device = torch.empty(0, device=checks.device(device)).device
+        """The same points on a device, made once for each device. Raises ValueError for one that is not here."""
+        device = checks.device_here(device)
         if device == self.device:
             return self
         if device not in self._copies:

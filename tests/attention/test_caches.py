@@ -207,12 +207,29 @@ def out_of_place():
     return decoded(cache=cache, is_causal=True)
 
 
+def with_lengths(lengths, module=None):
+    module = module or multihead()
+    cache = module.make_cache(2, 6)
+    cache.lengths = lengths
+    return decoded(cache=cache, module=module, **IS_CAUSAL[type(module)])
+
+
+def made_in_inference_mode(module):
+    options = {"module": module, **IS_CAUSAL[type(module)]}
+    with torch.inference_mode():
+        cache = module.make_cache(2, 6)
+        decoded(cache=cache, **options)
+        decoded(TOKENS[:, :1], cache=cache, **options)
+    return decoded(TOKENS[:, :0], cache=cache, **options)
+
+
 def adapted():
     module = multihead()
     module.in_proj = nn.Sequential(module.in_proj)
     return module
 
 
+IS_CAUSAL = {MultiheadDilatedAttention: {"is_causal": True}, NeighbourhoodAttention: {}}
 CACHE = KeyValueCache(*torch.zeros(2, 2, 6, 2, 4), torch.zeros(2, dtype=torch.int32))
 MASK, TOKENS = torch.zeros(2, 5, dtype=torch.bool), torch.ones(2, 5, EMBED)
 WRONG = {
@@ -223,6 +240,8 @@ WRONG = {
             "cache must have .*64",
         ),
         (lambda: multihead().make_cache(2.5, 6), "batch must be an integer"),
+        (lambda: with_lengths([0, 0]), "cache.lengths must be a tensor, got list"),
+        (lambda: with_lengths(torch.zeros(2)), "cache.lengths must be int32 or int64, got torch.float32"),
     ],
     ValueError: [
         (lambda: multihead().make_cache(2, 0), "max_length must be an integer of at least 1, got 0"),
@@ -257,6 +276,20 @@ WRONG = {
         (lambda: decoded(cache=multihead().make_cache(2, 6, device="meta"), is_causal=True), r"of the tokens \(cpu\)"),
         (twice, r"cache.lengths must be from 0 to 1, max_length 6 .*; got \[5, 5\]"),
         (out_of_place, r"cache.lengths must be 0 where cache.is_empty is True; got \[1, 1\]"),
+        (
+            lambda: with_lengths(torch.zeros(1, dtype=torch.int32)),
+            r"cache.lengths must be \(batch,\) = \(2,\), got .*\(1,\)",
+        ),
+        (
+            lambda: with_lengths(torch.zeros(2, 1).int(), module=multihead(prepare=Turned())),
+            r"\(2,\), got shape \(2, 1\)",
+        ),
+        (lambda: with_lengths(torch.zeros(2, 1).int(), module=line(prepare=Turned())), r"\(2,\), got shape \(2, 1\)"),
+        (
+            lambda: made_in_inference_mode(multihead()),
+            r"cache must be used under torch.inference_mode\(\), where it was",
+        ),
+        (lambda: made_in_inference_mode(line()), r"cache must be used under torch.inference_mode\(\), where it was"),
         (lambda: multihead()(TOKENS, cache=CACHE, is_causal=True), "cache must be None where gradients are recorded"),
     ],
 }

@@ -44,11 +44,12 @@ from hilbert_lib import (
     Ordering,
     Union,
     attend,
+    estimate_memory,
     explain_backend,
     neighbourhood_attention,
     ring_attend,
 )
-from hilbert_lib.attention import choice, operators
+from hilbert_lib.attention import api, choice, operators
 from hilbert_lib.attention.backends import flex, tiles
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.grid_parts import on_its_keys, part_of_box
@@ -395,6 +396,35 @@ def test_autocast_casts_all_tensors():
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize("door", [attend, neighbourhood_attention])
+def test_heads_that_come_before_cells_are_warned_of_and_the_error_says_what_to_do(monkeypatch, door):
+    monkeypatch.setattr(api, "_warned", False)
+    words = "got shape .*; if heads come first, give x.transpose"
+    with (
+        pytest.warns(UserWarning, match=rf"k has 24 heads and 2 rows: {door.__name__} takes \(batch, seq, heads"),
+        pytest.raises(ValueError, match=words),
+    ):
+        door(*(x.transpose(1, 2) for x in (Q, K, V)), NEAR)
+
+
+def test_several_neighbourhoods_are_one_for_each_kv_head_wherever_they_are_given():
+    windows = [NEAR, replace(NEAR, window=(2, 2))]
+    found, told = (explain_backend(Q, K, V, each) for each in (windows, tuple(windows)))
+    assert found.chosen == told.chosen == "eager"
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 4, "device": "cpu"}
+    assert estimate_memory(windows, **sizes) == estimate_memory(tuple(windows), **sizes)
+    one = DilatedPattern((4,), (1,))
+    for several, words in (
+        ([one, one], "pattern must be .*, got list: several patterns in one softmax are a Union"),
+        ((one, one), "pattern must be .*, got tuple: several patterns in one softmax are a Union"),
+        ([NEAR, one], "one for each KV head; got DilatedPattern"),
+        ([Union((NEAR, NEAR)), NEAR], "one for each KV head; got Union"),
+    ):
+        for call in (partial(explain_backend, Q, K, V, several), partial(estimate_memory, several, **sizes)):
+            with pytest.raises(TypeError, match=words):
+                call()
+
+
 def test_it_says_which_backend_serves():
     found = explain_backend(*tensors()[:3], NEAR)
     assert found.chosen == "eager"
@@ -414,7 +444,10 @@ WRONG = [
     (lambda: neighbourhood_attention(Q, K, V, (4, 6)), "must hold one for each .*, got 2|must be a Neighbourhood"),
     (lambda: neighbourhood_attention(Q, K, V, (NEAR,)), "one for each of the 2 KV heads, got 1"),
     (lambda: neighbourhood_attention(Q, K, V, (NEAR, Neighbourhood((4, 6), 2))), "differ in window alone"),
-    (lambda: neighbourhood_attention(Q[:, 1:], K, V, NEAR), r"q must have the 24 cells of the grid \(4, 6\)"),
+    (
+        lambda: neighbourhood_attention(Q[:, 1:], K, V, NEAR),
+        r"q must have the 24 cells of the grid \(4, 6\), got .*4\)$",
+    ),
     (lambda: neighbourhood_attention(Q, K[:, 1:], V[:, 1:], NEAR), "k must have the 24 cells"),
     (lambda: asked(ordering=Ordering.linear(5)), "ordering must have the 24 cells"),
     (lambda: asked(ordering="hilbert"), "ordering must be an Ordering"),
