@@ -4,6 +4,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class HaloCost:
     interior: int  # queries that are computed while rows travel
     border: int  # the others
     # Bytes at the highest point: the call's tensors, what is sent and received, and what the border is computed from.
-    # Index tensors are not counted.
+    # Index tensors are not counted, but for the lists of points.
     memory_forward: int
     memory_backward: int
 
@@ -49,13 +50,104 @@ class Slab:
 
 
 @dataclass(frozen=True, eq=False)
-class HaloPlan:
-    """The plan that `plan_halo` made; `print` shows it as a table. Its first fields are the arguments."""
+class ExchangePlan:
+    """A plan of rows of k and v that travel, each once to each rank that needs it; `print` shows it as a table."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+
+    rank_count: ClassVar[int]  # here and below: a subclass has it
+    rows: ClassVar[dict[tuple[int, int], int]]  # (cell, KV head) rows that travel, by (source, destination)
+    how: ClassVar[str]  # the way of computing it, in words
+    head: ClassVar[str]  # the first lines of the table
+
+    def cells(self, rank: int) -> int:
+        """The number of cells that a rank holds."""
+        raise NotImplementedError
+
+    def interior_queries(self, rank: int) -> int:
+        """The number of a rank's queries that are computed while rows travel."""
+        raise NotImplementedError
+
+    def borders(self, rank: int) -> list[tuple[int, int]]:
+        """Numbers of queries and of keys of each call that waits for rows of other ranks."""
+        raise NotImplementedError
+
+    def tables(self, rank: int) -> int:
+        """Bytes of index tensors that are counted."""
+        return 0
+
+    @cached_property
+    def ranks(self) -> tuple[HaloCost, ...]:
+        """The cost of the plan for each rank."""
+        return tuple(map(self._cost, range(self.rank_count)))
+
+    def _cost(self, rank: int) -> HaloCost:
+        sizes = self.sizes
+        into = sum(count for (_, to), count in self.rows.items() if to == rank)
+        out = sum(count for (source, _), count in self.rows.items() if source == rank)
+        cells, inner = self.cells(rank), self.interior_queries(rank)
+        row_bytes = sizes.batch * (2 * sizes.row + sizes.padding)  # k, v and whether they are padded
+        grad_bytes = sizes.batch * 2 * sizes.summed_row  # dk and dv
+        traffic = out * row_bytes, into * row_bytes, into * grad_bytes, out * grad_bytes
+        return HaloCost(cells, *traffic, inner, cells - inner, *self._memory(rank, cells, out, into))
+
+    # The memory of `ring.rank.halo`; a change of the order there is a change here.
+    #
+    #                to the end              then the largest of these steps
+    #     forward    the call's tensors      packing  2 * sent
+    #                                        travel   sent + arrived
+    #                                        border   arrived + results of all borders + inputs of one
+    #     backward   the call's tensors,     border   answers + inputs of one border
+    #                arrived rows, the       travel   answers + arriving answers
+    #                borders' gradients      adding   arriving answers + sums of the touched rows
+    def _memory(self, rank: int, cells: int, out: int, into: int) -> tuple[int, int]:
+        sizes, heads, kv_heads = self.sizes, self.sizes.heads, self.sizes.kv_heads
+        borders = self.borders(rank)
+        q, lse = heads * sizes.row, heads * sizes.sum
+        kv, sums = 2 * kv_heads * sizes.row, 2 * kv_heads * sizes.summed_row
+        arrived, sent = 2 * sizes.row * into, 2 * sizes.row * out
+        # Without an interior the one border takes the tensors of its queries as they lie: no copies.
+        copies = 1 if self.interior_queries(rank) else 0
+        # q, k, v, out and lse; of a border q, and k and v in a frame; its out and lse are kept to the end
+        border_results = copies * sum((q + lse) * queries for queries, _ in borders)
+        border_inputs = max((copies * q * queries + kv * keys for queries, keys in borders), default=0)
+        forward = cells * (2 * q + kv + lse) + max(2 * sent, sent + arrived, arrived + border_results + border_inputs)
+        # q, k, v, out, dout, dq, dk, dv, lse and delta; of a border the same, with sums of dk and dv in a frame
+        backward = cells * (4 * q + (1 + copies) * kv + 2 * lse) + arrived
+        answers, arriving = 2 * sizes.summed_row * into, 2 * sizes.summed_row * out
+        border_grads = sum(copies * q * queries + sums * keys for queries, keys in borders)
+        border_inputs = max((copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders), default=0)
+        # In the end sums of dk and dv, and these rounded, of all rows that do not come from the interior alone.
+        touched = min(cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
+        backward += border_grads + max(answers + max(border_inputs, arriving), arriving + touched * (kv + sums))
+        tables = self.tables(rank)
+        return sizes.batch * forward + tables, sizes.batch * backward + tables
+
+    @property
+    def sizes_in_words(self) -> str:
+        """Sizes of the call, in words."""
+        sizes = self.sizes
+        return (
+            f"batch {sizes.batch}, {sizes.heads} heads, {sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, "
+            f"{str(self.dtype).removeprefix('torch.')}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.head}: {self.how}\n\n{_rank_table(self)}"
+
+
+@dataclass(frozen=True, eq=False)
+class HaloPlan(ExchangePlan):
+    """The plan that `plan_halo` made. Its fields are the arguments."""
 
     neighbourhoods: tuple[Neighbourhood, ...]  # by KV head; they differ in window alone
     shards: Shards
-    sizes: Sizes
-    dtype: torch.dtype
+
+    @property
+    def rank_count(self) -> int:
+        """The number of ranks."""
+        return self.shards.ranks
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,10 +180,22 @@ class HaloPlan:
         counts = [source.bincount(minlength=len(ranks)).tolist() for *_, source in self.arriving]
         return {(source, rank): counts[rank][source] for source, rank in product(ranks, ranks) if counts[rank][source]}
 
-    @cached_property
-    def ranks(self) -> tuple[HaloCost, ...]:
-        """The cost of the plan for each rank."""
-        return tuple(map(self._cost, range(self.shards.ranks)))
+    def cells(self, rank: int) -> int:
+        """The number of cells that a rank holds."""
+        return self.shards.count(self.shape, rank)
+
+    def interior_queries(self, rank: int) -> int:
+        """The number of a rank's queries that are computed while rows travel."""
+        inside = self.interior(rank)
+        return prod(map(len, inside)) if inside else 0
+
+    def borders(self, rank: int) -> list[tuple[int, int]]:
+        """Numbers of queries and of keys of each call that waits for rows of other ranks."""
+        if isinstance(self.shards, Rectangles):
+            return [slab.sizes for slab in self.border(rank)]
+        cells = self.cells(rank)  # one call, whose keys are the own ones and what arrives, by cells
+        into = sum(count for (_, to), count in self.rows.items() if to == rank)
+        return [(cells, cells + into // self.sizes.kv_heads)]
 
     def interior(self, rank: int) -> Box | None:
         """The rank's queries that see only its own keys; None without any, and for `Runs`, whose queries all wait."""
@@ -136,52 +240,6 @@ class HaloPlan:
             box.append(line)
         return tuple(box)
 
-    def _cost(self, rank: int) -> HaloCost:
-        sizes = self.sizes
-        into = sum(count for (_, to), count in self.rows.items() if to == rank)
-        out = sum(count for (source, _), count in self.rows.items() if source == rank)
-        cells = self.shards.count(self.shape, rank)
-        inside = self.interior(rank)
-        inner = prod(map(len, inside)) if inside else 0
-        row_bytes = sizes.batch * (2 * sizes.row + sizes.padding)  # k, v and whether they are padded
-        grad_bytes = sizes.batch * 2 * sizes.summed_row  # dk and dv
-        traffic = out * row_bytes, into * row_bytes, into * grad_bytes, out * grad_bytes
-        return HaloCost(cells, *traffic, inner, cells - inner, *self._memory(rank, cells, out, into))
-
-    # The memory of `ring.rank.halo`; a change of the order there is a change here.
-    #
-    #                to the end              then the largest of these steps
-    #     forward    the call's tensors      packing  2 * sent
-    #                                        travel   sent + arrived
-    #                                        border   arrived + results of all borders + inputs of one
-    #     backward   the call's tensors,     border   answers + inputs of one border
-    #                arrived rows, the       travel   answers + arriving answers
-    #                borders' gradients      adding   arriving answers + sums of the touched rows
-    def _memory(self, rank: int, cells: int, out: int, into: int) -> tuple[int, int]:
-        sizes, heads, kv_heads = self.sizes, self.sizes.heads, self.sizes.kv_heads
-        if isinstance(self.shards, Runs):  # one call, whose keys are the own ones and what arrives, by cells
-            borders = [(cells, cells + into // kv_heads)]
-        else:
-            borders = [slab.sizes for slab in self.border(rank)]
-        q, lse = heads * sizes.row, heads * sizes.sum
-        kv, sums = 2 * kv_heads * sizes.row, 2 * kv_heads * sizes.summed_row
-        arrived, sent = 2 * sizes.row * into, 2 * sizes.row * out
-        # Without an interior the one border takes the tensors of its queries as they lie: no copies.
-        copies = 1 if self.interior(rank) else 0
-        # q, k, v, out and lse; of a border q, and k and v in a frame; its out and lse are kept to the end
-        border_results = copies * sum((q + lse) * queries for queries, _ in borders)
-        border_inputs = max((copies * q * queries + kv * keys for queries, keys in borders), default=0)
-        forward = cells * (2 * q + kv + lse) + max(2 * sent, sent + arrived, arrived + border_results + border_inputs)
-        # q, k, v, out, dout, dq, dk, dv, lse and delta; of a border the same, with sums of dk and dv in a frame
-        backward = cells * (4 * q + (1 + copies) * kv + 2 * lse) + arrived
-        answers, arriving = 2 * sizes.summed_row * into, 2 * sizes.summed_row * out
-        border_grads = sum(copies * q * queries + sums * keys for queries, keys in borders)
-        border_inputs = max((copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders), default=0)
-        # In the end sums of dk and dv, and these rounded, of all rows that do not come from the interior alone.
-        touched = min(cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
-        backward += border_grads + max(answers + max(border_inputs, arriving), arriving + touched * (kv + sums))
-        return sizes.batch * forward, sizes.batch * backward
-
     @property
     def how(self) -> str:
         """The way of computing it, in words."""
@@ -192,18 +250,16 @@ class HaloPlan:
     @property
     def title(self) -> str:
         """The call, in words."""
-        sizes, grid = self.sizes, " x ".join(map(str, self.shape))
+        grid = " x ".join(map(str, self.shape))
         along = [str(n) for n, axis in enumerate(self.neighbourhoods[0].axes) if axis.is_causal]
         causal = f"causal along {' and '.join(along)}, " if along else ""
         windows = " and ".join(" x ".join(map(str, near.window)) for near in dict.fromkeys(self.neighbourhoods))
-        return (
-            f"{grid} cells on {self.shards.ranks} ranks, window {windows}, {causal}batch {sizes.batch}, "
-            f"{sizes.heads} heads, {sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, "
-            f"{str(self.dtype).removeprefix('torch.')}"
-        )
+        return f"{grid} cells on {self.shards.ranks} ranks, window {windows}, {causal}{self.sizes_in_words}"
 
-    def __str__(self) -> str:
-        return f"{self.title}\n{self.shards!r}: {self.how}\n\n{_rank_table(self)}"
+    @property
+    def head(self) -> str:
+        """The first lines of the table."""
+        return f"{self.title}\n{self.shards!r}"
 
 
 def plan_halo(
@@ -241,7 +297,7 @@ def plan_halo(
     heads, kv_heads = grouped(heads, kv_heads)
     near = as_pattern(neighbourhood).of_heads(kv_heads).by_head
     check_shards(shards).check(near[0].shape)
-    return HaloPlan(near, shards, Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded), dtype)
+    return HaloPlan(Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded), dtype, near, shards)
 
 
 def check_shards(shards: object) -> Shards:
@@ -251,7 +307,7 @@ def check_shards(shards: object) -> Shards:
     return shards
 
 
-def _rank_table(plan: HaloPlan) -> str:
+def _rank_table(plan: ExchangePlan) -> str:
     titles = ("cells", "MB sent", "received", "backward: sent", "received", "interior", "border")
     lines = []
     for cost in plan.ranks:
