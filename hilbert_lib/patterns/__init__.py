@@ -20,7 +20,7 @@ __getattr__, __dir__ = lazily(
         "hilbert_lib.patterns.blocks": ("mask_blocks",),
         "hilbert_lib.patterns.dilated": ("MIXING_RULES", "DilatedPattern"),
         "hilbert_lib.patterns.neighbourhood": ("EDGES", "Neighbourhood"),
-        "hilbert_lib.patterns.points": ("PointNeighbourhood",),
+        "hilbert_lib.patterns.points": ("PointNeighbourhood", "point_order"),
         "hilbert_lib.patterns.union": ("Union",),
     },
 )

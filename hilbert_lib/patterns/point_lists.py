@@ -77,14 +77,9 @@ def _halved(cells: Tensor, order: Tensor, has_clouds: bool) -> Tensor:
 
 def packed(queries: Cells, keys: Cells, before: tuple[int, ...], window: tuple[int, ...]) -> PackedLists:
     """The lists of all pairs for which key - query is from -before to window - 1 - before along each axis."""
-    device = queries.places.device
-    # Wider windows than all cells would leave 32 bits.
-    reach_before = [min(n, FAR) for n in before]
-    reach_after = [min(w - 1 - n, FAR) for w, n in zip(window, before, strict=True)]
-    reach = torch.tensor([reach_before, reach_after], dtype=torch.int32, device=device)[:, :, None]
-    least, largest = queries.places - reach[0], queries.places + reach[1]  # cells that a query sees
+    least, largest = reached(queries, before, window)
     counts = len(queries.order), len(keys.order)
-    query_blocks, key_blocks = meeting(_boxes(least, largest, counts[0]), _boxes(keys.places, keys.places, counts[1]))
+    query_blocks, key_blocks = meeting(boxes(least, largest, counts[0]), boxes(keys.places, keys.places, counts[1]))
     windows = Windows(keys.places, least, largest, *counts)
     pair, key = _met(windows, query_blocks, key_blocks).nonzero(as_tuple=True)
     place = key_blocks[pair] * BLOCK + key
@@ -95,6 +90,15 @@ def packed(queries: Cells, keys: Cells, before: tuple[int, ...], window: tuple[i
         key_rows = keys.order[tile_places.clamp(min=0)].where(tile_places >= 0, -1)
     query_rows = pad(queries.order, (0, -counts[0] % BLOCK), value=-1)
     return PackedLists(query_rows.int(), starts, key_rows.int(), words, *counts)
+
+
+def reached(queries: Cells, before: tuple[int, ...], window: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The least and the largest cell that the query at each place sees: (axes, places) int32 each."""
+    # Wider windows than all cells would leave 32 bits.
+    reach_before = [min(n, FAR) for n in before]
+    reach_after = [min(w - 1 - n, FAR) for w, n in zip(window, before, strict=True)]
+    reach = torch.tensor([reach_before, reach_after], dtype=torch.int32, device=queries.places.device)[:, :, None]
+    return queries.places - reach[0], queries.places + reach[1]
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -133,8 +137,8 @@ def _seen(windows: Windows, blocks: Tensor, places: Tensor) -> Tensor:
     return seen
 
 
-def _boxes(least: Tensor, largest: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    # The least and the largest cell of each block: (axes, blocks) each. Places past the end are in no box.
+def boxes(least: Tensor, largest: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The least and the largest cell of each block: (axes, blocks) each. Places past the end are in no box."""
     exists = (torch.arange(least.shape[1], device=least.device) < count).view(-1, BLOCK)
     sides = least.unflatten(1, exists.shape), largest.unflatten(1, exists.shape)
     return sides[0].where(exists, 2 * FAR - 1).amin(2), sides[1].where(exists, -2 * FAR).amax(2)

@@ -27,8 +27,8 @@ class PointNeighbourhood(Pattern):
     layer. Make it outside of torch.compile and of CUDA graphs. It is compared and hashed by identity.
 
     q, k, v, masks and the output are stored as coordinates are. Extra keys and extra queries belong to all clouds. Not
-    served: dropout, a bias by offset, extra tokens of one cloud, several windows in a call, more than one rank.
-    Positions in q and k, as by RoPE on coordinates, are the caller's.
+    served: dropout, a bias by offset, extra tokens of one cloud, several windows in a call. Positions in q and k, as by
+    RoPE on coordinates, are the caller's. Of points on several ranks each rank makes a `PointShard`.
 
     Args:
         coordinates: (n, axes) int32 or int64 [cells], of any sign: the cell of each query, and of each key unless
@@ -55,6 +55,7 @@ class PointNeighbourhood(Pattern):
 
     kind: ClassVar[str] = "points"
     options: ClassVar[frozenset[str]] = ON_POINTS
+    names_of_keys: ClassVar[tuple[str, str]] = "keys", "key_batch"  # the arguments of their cells and clouds, in errors
 
     coordinates: Tensor
     window: tuple[int, ...]
@@ -76,6 +77,11 @@ class PointNeighbourhood(Pattern):
         key_batch: Tensor | None = None,
         dilation: int | tuple[int, ...] = 1,
     ) -> None:
+        self._set_cells(coordinates, window, batch, keys, key_batch, dilation)
+        self._set_lists(*lists_of(self))
+
+    def _set_cells(self, coordinates, window, batch, keys, key_batch, dilation) -> None:
+        # The arguments, checked one by one.
         axes = _check_cells("coordinates", coordinates, None)
         if keys is not None:
             _check_cells("keys", keys, coordinates)
@@ -96,7 +102,6 @@ class PointNeighbourhood(Pattern):
             dilation=dilation,
             _copies={},
         )
-        self._set_lists(*_lists_of(self))
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -123,7 +128,10 @@ class PointNeighbourhood(Pattern):
 
     @property
     def order(self) -> Tensor:
-        """The order of work: (n,) int64, the row of the token at each place. Tokens may be stored so, and need not."""
+        """The order of work: (n,) int64, the row of the token at each place. Tokens may be stored so, and need not.
+
+        `point_order` finds it without the lists.
+        """
         return self.lists.query_rows[: self.lists.queries].long()
 
     def attends(self, query: Tensor, key: Tensor) -> Tensor:
@@ -186,6 +194,29 @@ class PointNeighbourhood(Pattern):
     def specification(self) -> Specification:
         """Points have none: tensors do not go into words and integers."""
         raise TypeError(f"{self.noun} must be given to `attend` as it is: it has no words and integers")
+
+
+def point_order(coordinates: Tensor, batch: Tensor | None = None) -> Tensor:
+    """Order of points in which those of a run lie close together: by cloud, then along a Hilbert curve, then halved.
+
+    Ranks that hold runs of this order need few rows of each other. A `PointNeighbourhood` works in such an order.
+
+    Args:
+        coordinates, batch: as for a `PointNeighbourhood`.
+
+    Returns:
+        (n,) int64, the row of the point at each place: `coordinates[point_order(coordinates)]` are in order.
+
+    Raises:
+        TypeError, ValueError: as `PointNeighbourhood`; cells may occur twice.
+
+    >>> point_order(torch.tensor([[0, 0], [7, 7], [0, 1], [7, 6]])).tolist()
+    [0, 2, 1, 3]
+    """
+    axes = _check_cells("coordinates", coordinates, None)
+    _check_clouds("batch", batch, "coordinates", coordinates)
+    cells = _counted(coordinates.long().T, batch, (1,) * axes)
+    return in_order(cells, has_clouds=len(cells) > axes).order
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,12 +299,11 @@ def _sides_of(points: PointNeighbourhood) -> tuple[Tensor, Tensor, Tensor | None
     return points.coordinates, points.key_coordinates, points.batch, points.key_batch
 
 
-def _lists_of(points: PointNeighbourhood) -> tuple[PackedLists, PackedLists]:
-    # The lists, and those turned round.
+def lists_of(points: PointNeighbourhood) -> tuple[PackedLists, PackedLists]:
+    """The lists of some points, and those turned round; ValueError if a cell occurs twice in a cloud."""
     has_keys = points.key_coordinates is not None
     cells, split = _counted_cells(points)
-    names = ("coordinates", "keys") if has_keys else ("coordinates",)
-    _check_distinct(points, cells[:, split:] if has_keys else cells, names[-1])
+    _check_distinct(points, cells[:, split:] if has_keys else cells)
     has_clouds = cells.shape[0] > len(points.window)
     window = ((1,) if has_clouds else ()) + points.window
     before = tuple(w // 2 for w in window)
@@ -287,28 +317,42 @@ def _lists_of(points: PointNeighbourhood) -> tuple[PackedLists, PackedLists]:
 
 
 def _counted_cells(points: PointNeighbourhood) -> tuple[Tensor, int]:
-    # Cells of queries, then of keys if they are others: (axes, n + m) int32 from 0 on. A first axis has the number of
-    # the cloud where there are several. The cells of a cloud that share all residues of a dilation are a cloud.
+    # Cells of queries, then of keys if they are others, and how many are those of queries.
     queries, keys, clouds, key_clouds = _sides_of(points)
     split = len(queries)
     if points.key_coordinates is None:
         keys, key_clouds = keys[:0], None if key_clouds is None else key_clouds[:0]
     lines = torch.cat([queries.long(), keys.long()]).T
     cloud = None if clouds is None else torch.cat([clouds.long(), key_clouds.long()])
+    return _counted(lines, cloud, points.dilation), split
+
+
+def _counted(lines: Tensor, cloud: Tensor | None, dilations: tuple[int, ...]) -> Tensor:
+    # Cells (axes, n) as int32 from 0 on. A first axis has the number of the cloud where there are several. The cells of
+    # a cloud that share all residues of a dilation are a cloud.
     if not lines.shape[1]:
-        return lines.int(), split
-    for axis, dilation in enumerate(points.dilation):
+        return lines.int()
+    for axis, dilation in enumerate(dilations):
         if dilation > 1:
             residue = _numbered(lines[axis] % dilation)
             cloud = residue if cloud is None else _numbered(cloud) * lines.shape[1] + residue
-    steps = torch.tensor(points.dilation, device=lines.device)[:, None]
-    lines = lines.div(steps, rounding_mode="floor")
-    least, largest = lines.amin(1), lines.amax(1)
+    lines = divided(lines, dilations)
+    least = lines.amin(1)
+    check_span(least, lines.amax(1))
+    lines = (lines - least[:, None]).int()
+    return lines if cloud is None else torch.cat([_numbered(cloud)[None].int(), lines])
+
+
+def divided(lines: Tensor, dilations: tuple[int, ...]) -> Tensor:
+    """Cells (axes, n) in steps of a dilation: neighbouring keys of a query are 1 apart."""
+    return lines.div(torch.tensor(dilations, device=lines.device)[:, None], rounding_mode="floor")
+
+
+def check_span(least: Tensor, largest: Tensor) -> None:
+    """Raise ValueError if cells lie too far apart. least, largest: (axes,) int64."""
     for axis, (low, high) in enumerate(zip(least.tolist(), largest.tolist(), strict=True)):
         if high - low >= FAR:
             raise ValueError(f"coordinates must span fewer than {FAR} cells of an axis, got {low} to {high} on {axis}")
-    lines = (lines - least[:, None]).int()
-    return lines if cloud is None else torch.cat([_numbered(cloud)[None].int(), lines]), split
 
 
 def _numbered(clouds: Tensor) -> Tensor:
@@ -316,8 +360,8 @@ def _numbered(clouds: Tensor) -> Tensor:
     return clouds.unique(return_inverse=True)[1]
 
 
-def _check_distinct(points: PointNeighbourhood, cells: Tensor, name: str) -> None:
-    # cells: (axes, n) from 0 on, of the tensor of that name.
+def _check_distinct(points: PointNeighbourhood, cells: Tensor) -> None:
+    # cells: those of keys, (axes, n) from 0 on.
     if cells.shape[1] < 2:
         return
     number, count = cells[0].long(), int(cells[0].amax()) + 1
@@ -330,8 +374,9 @@ def _check_distinct(points: PointNeighbourhood, cells: Tensor, name: str) -> Non
     twice = (sorted_numbers[1:] == sorted_numbers[:-1]).nonzero()
     if len(twice):
         row = int(order[int(twice[0]) + 1])
-        given = points.coordinates if name == "coordinates" else points.key_coordinates
-        clouds, word = (points.batch, "batch") if name == "coordinates" else (points.key_batch, "key_batch")
+        _, given, _, clouds = _sides_of(points)
+        has_keys = points.key_coordinates is not None
+        name, word = points.names_of_keys if has_keys else ("coordinates", "batch")
         where = "" if clouds is None else f" in cloud {int(clouds[row])}"
         hint = f": were these several clouds? pass {word}=" if clouds is None else ""
         raise ValueError(f"{name} must be distinct cells of a cloud, got {given[row].tolist()} twice{where}{hint}")
