@@ -8,10 +8,10 @@ but those of [suite].
 attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
             attention_weights, merge_attention
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union
-points      PointNeighbourhood, for `attend`
+points      PointNeighbourhood, for `attend`; point_order
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_attend, ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
-            ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs
+            ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs, PointShard
 limits      estimate_memory, SafetyConfig, MemorySafetyChecker, ProgressiveTester, Watcher, GpuInfo, get_gpu_info
 in models   hilbert_lib.adapters.transformers, .diffusers, .natten and .torchscale
 with [suite] select_attention_backend, SafeBenchmarkRunner; the command `hilbert`
@@ -44,13 +44,14 @@ PUBLIC = {
     "hilbert_lib.machine": ("GpuInfo", "get_gpu_info"),
     "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
     "hilbert_lib.patterns.dilated": ("DilatedPattern",),
-    "hilbert_lib.patterns.points": ("PointNeighbourhood",),
+    "hilbert_lib.patterns.points": ("PointNeighbourhood", "point_order"),
     "hilbert_lib.patterns.union": ("Union",),
     "hilbert_lib.ring.attention": ("ring_attend", "ring_dilated_attention", "ring_neighbourhood_attention"),
     "hilbert_lib.ring.module": ("RingDilatedAttention", "RingNeighbourhoodAttention", "gather", "shard"),
     "hilbert_lib.ring.plan.halo": ("plan_halo",),
     "hilbert_lib.ring.plan.plan": ("plan_ring",),
     "hilbert_lib.ring.plan.shards": ("Rectangles", "Runs"),
+    "hilbert_lib.ring.points": ("PointShard",),
 }
 _get, __dir__ = lazily(__name__, PUBLIC)
 
@@ -97,6 +98,7 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name
     from hilbert_lib.patterns.dilated import DilatedPattern as DilatedPattern
     from hilbert_lib.patterns.neighbourhood import Neighbourhood as Neighbourhood
     from hilbert_lib.patterns.points import PointNeighbourhood as PointNeighbourhood
+    from hilbert_lib.patterns.points import point_order as point_order
     from hilbert_lib.patterns.union import Union as Union
     from hilbert_lib.ring.attention import ring_attend as ring_attend
     from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention
@@ -109,3 +111,4 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name
     from hilbert_lib.ring.plan.plan import plan_ring as plan_ring
     from hilbert_lib.ring.plan.shards import Rectangles as Rectangles
     from hilbert_lib.ring.plan.shards import Runs as Runs
+    from hilbert_lib.ring.points import PointShard as PointShard

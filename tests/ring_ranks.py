@@ -3,17 +3,22 @@
 `run` calls functions of this file, and of ring_costs, ring_headers and ring_graphs.
 """
 
+import io
 import pkgutil
+import re
+import shutil
+import tempfile
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, product
+from itertools import count, pairwise, product
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -25,16 +30,20 @@ from cases import (
     LARGE_RULES,
     ORDERS,
     SCALE,
+    drawn,
     drawn_dlse,
     drawn_joint,
     expected_on_grid,
+    extra_of,
+    masks_of,
     neighbourhoods,
+    points_of,
     shape_of,
 )
 from interpreted import confine
 from torch.utils.checkpoint import checkpoint
 
-from hilbert_lib import Neighbourhood, neighbourhood_attention
+from hilbert_lib import Neighbourhood, PointNeighbourhood, neighbourhood_attention, point_order
 from hilbert_lib.attention import merge, operators
 from hilbert_lib.attention.api import attend, dilated_attention
 from hilbert_lib.attention.backends import flex
@@ -45,7 +54,15 @@ from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.union import Union
-from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, ring_neighbourhood_attention, spread
+from hilbert_lib.ring import (
+    PointShard,
+    Rectangles,
+    RingNeighbourhoodAttention,
+    Runs,
+    ring_neighbourhood_attention,
+    spread,
+)
+from hilbert_lib.ring import points as points_module
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.attention import ring_attend, ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
@@ -723,6 +740,212 @@ def promises_of_a_union() -> dict:
     whole = ring_attend(*alone, both, group=groups[rank])
     found["one rank is attend"] = torch.equal(whole, attend(*alone, both))
     return found
+
+
+# Of points that are spread over the ranks.
+
+
+def rows_of(whole: PointNeighbourhood, lengths: list[int], order: str = "curve") -> torch.Tensor:
+    """This rank's run of some points, in the order of the curve or at random."""
+    places = point_order(whole.coordinates, whole.batch)
+    if order == "random":
+        places = torch.randperm(len(places), generator=torch.Generator().manual_seed(1))
+    return places.split(lengths)[dist.get_rank()]
+
+
+def shard_of_points(whole: PointNeighbourhood, rows: torch.Tensor) -> PointShard:
+    batch = None if whole.batch is None else whole.batch[rows].to(device())
+    return PointShard(whole.coordinates[rows].to(device()), whole.window, batch, dilation=whole.dilation)
+
+
+def compare_on_points(
+    kind: str, lengths: list[int], *, heads: list = (2, 2), order: str = "curve", more: str = "nothing",
+    dtype: str = "float64", backend: str = "auto", by_kernel: bool = False, with_dlse: bool = False,
+    head_dim: int = 8,
+) -> dict:  # fmt: skip
+    """For output, lse and gradients: squared error of this rank's rows, and of one process's, against float64.
+
+    With by_kernel rows are copied and summed by the kernels of a GPU, interpreted where there is none.
+    """
+    dtype, whole, extra = getattr(torch, dtype), points_of(kind), 3 if "extra" in more else 0
+    rows = rows_of(whole, lengths, order)
+    *given, dout = drawn(whole.lists.queries, *heads, head_dim, batch=2, dtype=dtype)
+    given += extra_of(extra, heads[1], head_dim, dtype)
+    masks = masks_of(whole, extra) if "padding" in more else {}
+    dlse = dout.double().sum(-1).transpose(1, 2) if with_dlse else None
+
+    def run(call, tensors, own, pattern, **masks) -> list[torch.Tensor]:
+        leaves = [(x[:, own] if n < 3 else x).detach().requires_grad_() for n, x in enumerate(tensors)]
+        out, lse = call(*leaves[:3], pattern, scale=0.4, **oracle.named(leaves[3:]), **masks)
+        own_dlse = dlse if dlse is None else dlse[:, :, own].to(out.device)
+        loss = loss_of(out, lse, dout[:, own].to(out), own_dlse)
+        return [x.cpu() for x in (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))]
+
+    def on_one_process() -> tuple[list, list]:
+        exact = run(oracle.attention, [x.double() for x in given], slice(None), whole, **masks)
+        return exact, run(partial(attend, backend=backend, return_lse=True), given, slice(None), whole, **masks)
+
+    exact, one = by_the_first(on_one_process)
+    points = shard_of_points(whole, rows)
+    reached = oracle.points_seen(whole)[rows].any(0)
+    reached[rows] = False
+    assert points.halo.travelling
+    assert sum(points.halo.received) == reached.sum(), "a row would travel that no query sees, or one would stay"
+    if masks:
+        masks["key_padding_mask"] = masks["key_padding_mask"][:, rows]
+        masks = {name: mask.to(device()) for name, mask in masks.items()}
+    call = partial(ring_attend, backend=backend, return_lse=True)
+    with by_kernels() if by_kernel else nullcontext():
+        mine = run(call, [x.to(device()) for x in given], rows, points, **masks)
+    return errors_of_rows(mine, one, exact, rows)
+
+
+def joint_on_points(kind: str, lengths: list[int]) -> dict[str, float]:
+    """The largest differences of a call with extra queries from that over all points on one process."""
+    whole, share = points_of(kind), (dist.get_rank() + 1) / (dist.get_world_size() * (dist.get_world_size() + 1) / 2)
+    rows = rows_of(whole, lengths)
+    count = whole.lists.queries
+    given = [*drawn(count, 2, 1, 8, batch=2, dtype=torch.float64)[:3], *extra_of(3, 1, 8, torch.float64)]
+    given.append(drawn(5, 2, 1, 8, batch=2, dtype=torch.float64)[0])
+
+    def run(call, own, of_extra: float, pattern) -> dict[str, torch.Tensor]:
+        leaves = [(x[:, own] if n < 3 else x).to(device()).requires_grad_() for n, x in enumerate(given)]
+        named = dict(zip(("extra_k", "extra_v", "extra_q"), leaves[3:], strict=True))
+        out, extra_out = call(*leaves[:3], pattern, **named)
+        grads = torch.autograd.grad(out.sin().sum() + of_extra * extra_out.cos().sum(), leaves)
+        return {"out": out, "extra_out": extra_out} | dict(zip(("q", "k", "v", *named), grads, strict=True))
+
+    right, found = run(attend, slice(None), 1.0, whole.to(device())), None
+    found = run(ring_attend, rows.to(device()), share, shard_of_points(whole, rows))
+    differences = {}
+    for name, x in found.items():
+        x = x.detach()
+        if name in ("extra_k", "extra_v", "extra_q"):
+            dist.all_reduce(x)
+        truth = right[name] if name.startswith("extra") else right[name][:, rows.to(device())]
+        differences[name] = (x - truth).abs().max().item() if x.numel() else 0.0
+    return differences
+
+
+def promises_on_points() -> dict:
+    """Of points that two ranks share: what is true by promise."""
+    found, rank, whole = {}, dist.get_rank(), points_of("clouds")
+    rows = rows_of(whole, [50, 40], "random")
+    points = shard_of_points(whole, rows)
+    x = [each[:, rows].to(device()).requires_grad_() for each in drawn(90, 2, 1, 8)[:3]]
+    out = ring_attend(*x, points)
+    again = ring_neighbourhood_attention(*x, points, validate=False)
+    found["the other door, without validation, gives the same bits"] = torch.equal(out, again)
+    grads = [torch.autograd.grad(each.sum(), x, retain_graph=True) for each in (out, again)]
+    found["gradients are the same bits again"] = all(map(torch.equal, *grads))
+    leave = NoGradient.apply if rank == 0 else torch.clone
+    mute = [torch.autograd.grad(each.sum(), x) for each in (leave(out), again * (rank > 0))]
+    found["a rank that reaches no loss is as one of gradient 0"] = all(map(torch.equal, *mute))
+    (dq,) = torch.autograd.grad(ring_attend(*x, points).sum(), x[0], create_graph=True)
+    found["no second derivative"] = "ring_attend can be differentiated once" in said_by(dq.sum().backward)
+    with noting([(Agreement, "lengths", "agree"), (halo, "exchange", "send")]) as events:
+        ring_attend(*x, points)
+    found["one agreement and one message"] = events == ["agree", "send"]
+    other = PointShard(points.coordinates, 5, points.batch)
+    said = said_by(ring_attend, *x, points if rank else other)
+    found["who has other points is named"] = "points must be the same on all ranks" in said and "window=(5, 5)" in said
+    coordinates = points.coordinates if rank else points.coordinates.double()
+    said = said_by(PointShard, coordinates, 3, points.batch)
+    found["all hear of floats on one rank"] = "must be int32 or int64, got torch.float64: floor them" in said
+    said = said_by(PointShard, points.coordinates, 3 + 2 * rank, points.batch)
+    found["all hear of another window"] = "window must be the same on all ranks" in said
+    said = said_by(PointShard, torch.tensor([[4, 4], [5, 5 + rank]], device=device()), 3)
+    twice = "coordinates of all ranks must be distinct cells of a cloud, got [4, 4] twice: were these several clouds?"
+    found["all hear of a cell on two ranks"] = f"{twice} pass batch=" in said
+    said = said_by(PointShard, torch.tensor([[2**30 * rank]], device=device()), 3)
+    found["all hear of cells too far apart"] = "must span fewer than" in said
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    said = said_by(ring_attend, *x, points, group=groups[rank])
+    found["a group of other ranks is refused"] = "group must be the 2 ranks of PointShard(50 + 40 points" in said
+    alone = PointShard(points.coordinates, 3, points.batch, group=groups[rank])
+    plain = PointNeighbourhood(points.coordinates, 3, points.batch)
+    one = ring_attend(*x, alone, group=groups[rank])
+    found["one rank is attend"] = torch.equal(one, attend(*x, plain)) and alone.turned is alone.lists
+    empty = PointShard(torch.zeros(0, 2, dtype=torch.int32, device=device()), 3)
+    none = [each[:, :0] for each in x]
+    found["no points give none"] = ring_attend(*none, empty).shape == none[0].shape
+    refused = {"shards": Rectangles((2, 1)), "ordering": Ordering.linear(90), "transport": "ring", "is_causal": True}
+    for name, value in refused.items():
+        said = said_by(ring_attend, *x, points, **{name: value})
+        found[f"{name} is refused by name"] = f"{name} must be left out" in said
+    said = said_by(ring_attend, *x, plain)
+    found["points without ranks are refused"] = "must be a PointShard of each rank's cells" in said
+    return found
+
+
+def random_halos(seeds: int) -> list[int]:
+    """Seeds of random points whose pairs on this rank are not those of the whole, or of which a row travels in vain."""
+    wrong, rank = [], dist.get_rank()
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+
+        def between(least: int, most: int, size: tuple = (), generator=generator):
+            return torch.randint(least, most + 1, size, generator=generator)
+
+        axes = int(between(1, 3))
+        side = (100, 15, 7)[axes - 1]
+        cells = torch.cartesian_prod(*[torch.arange(side)] * axes).view(-1, axes) - int(between(0, 200))
+        cells = cells[torch.randperm(len(cells), generator=generator)[: int(between(1, 150))]]
+        batch = between(-2, 2, (len(cells),)) * 2**40 if seed % 2 else None
+        window, dilation = tuple(between(1, 6, (axes,)).tolist()), tuple(between(1, 3, (axes,)).tolist())
+        whole = PointNeighbourhood(cells.int() if seed % 3 else cells, window, batch, dilation=dilation)
+        cut = between(0, len(cells), (dist.get_world_size() - 1,)).sort().values.tolist()
+        lengths = [stop - start for start, stop in pairwise([0, *cut, len(cells)])]
+        rows = rows_of(whole, lengths, "random" if seed % 5 == 0 else "curve")
+        points = shard_of_points(whole, rows)
+        seen = oracle.points_seen(whole)[rows]
+        reached = seen.any(0)
+        reached[rows] = False
+        if (
+            points.pairs != seen.sum()
+            or sum(points.halo.received) != reached.sum()
+            or points.lengths[rank] != len(rows)
+        ):
+            wrong.append(seed)
+    return wrong
+
+
+def page_of_points() -> list:
+    """What the page's code for a large cloud returns on this rank, and what rank 0 prints."""
+    page = (Path(__file__).parents[1] / "docs/several_gpus.md").read_text()
+    ((_, code),) = re.findall(r"```python\n# (large_cloud).py\n(.*?)```", page, re.S)
+    exec(code, functions := {})
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0], "cells.pt")
+    if dist.get_rank() == 0:
+        functions["store"](torch.cartesian_prod(*[torch.arange(6)] * 3), path)
+    dist.barrier()
+    with redirect_stdout(io.StringIO()) as printed:
+        shape = functions["attend_in_cloud"]({"path": path})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return [shape, printed.getvalue()]
+
+
+def a_row_is_dropped() -> float:
+    """The error of the output where a halo lacks one row, which a query sees."""
+    whole = points_of("odd")
+    rows = rows_of(whole, [50, 40])
+    seen = points_module._seen
+
+    def without_one(points, candidates):
+        is_seen = seen(points, candidates)
+        is_seen[is_seen.nonzero()[0]] = False
+        return is_seen
+
+    with patch.object(points_module, "_seen", without_one):
+        points = shard_of_points(whole, rows)
+    q, k, v, _ = drawn(90, 2, 2, 8, dtype=torch.float64)
+    right = attend(q, k, v, whole)[:, rows]
+    out = ring_attend(*(x[:, rows].to(device()) for x in (q, k, v)), points).cpu()
+    return (out - right).abs().max().item()
 
 
 # Ranks as threads of one process: what the ring asks of `torch.distributed` while rows travel, and nothing else.

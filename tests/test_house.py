@@ -70,13 +70,13 @@ FLOORS = {
         ),
         *("torchscale", "caches", "modules", "grid_module", "explain", "weights"),
     ],
-    "ring": ["plan", "rank", "agreement", "spread", "attention", "module"],
+    "ring": ["plan", "rank", "agreement", "points", "spread", "attention", "module"],
 }
 FOLDERS = {
     "attention": "attention_weights dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention "
     "neighbourhood_attention NeighbourhoodAttention",
     "curves": "curve_coordinates curve_index",
-    "ring": "Rectangles RingDilatedAttention RingNeighbourhoodAttention Runs gather plan_halo plan_ring "
+    "ring": "PointShard Rectangles RingDilatedAttention RingNeighbourhoodAttention Runs gather plan_halo plan_ring "
     "ring_attend ring_dilated_attention ring_neighbourhood_attention run_ranks shard",
     "ring.plan": "plan_halo plan_ring",
     "launch": "run_ranks run_isolated ProgressiveTester",

@@ -457,7 +457,8 @@ def check_neighbourhood(neighbourhood: object, prefix: str = "") -> Neighbourhoo
     if isinstance(neighbourhood, PointNeighbourhood):
         if not prefix:
             return neighbourhood
-        raise TypeError(f"neighbourhood must be a Neighbourhood where ranks share it, got {neighbourhood!r}")
+        allowed = "a Neighbourhood where ranks share it, or a PointShard of each rank's cells"
+        raise TypeError(f"neighbourhood must be {allowed}; got {neighbourhood!r}")
     refuse_several_points("neighbourhood", neighbourhood)
     if isinstance(neighbourhood, tuple | list):
         return HeadNeighbourhoods(tuple(neighbourhood))

@@ -171,8 +171,8 @@ def _part(numbers: tuple[int, ...]) -> GridPart | None:
         return None
     *ends, in_float = numbers
     lines = [range(*ends[n : n + 2]) for n in range(0, len(ends), 2)]
-    axes = len(lines) // 3
-    rows, queries, keys = (tuple(lines[n : n + axes]) for n in range(0, len(lines), axes))
+    axes = len(lines) // 3  # none of points
+    rows, queries, keys = (tuple(lines[n * axes : (n + 1) * axes]) for n in range(3))
     return GridPart(rows, queries, keys, bool(in_float))
 
 

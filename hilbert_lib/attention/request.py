@@ -60,6 +60,9 @@ class GridPart(NamedTuple):
     in_float: bool = False  # whether gradients of k and v are returned as they are summed, in float32 or float64
 
 
+POINTS_IN_FLOAT = GridPart((), (), (), in_float=True)  # all of some points, which lie on no grid
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One validated call of attention, but for the tensors with gradients."""

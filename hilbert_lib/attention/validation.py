@@ -65,11 +65,11 @@ def validated(
 ) -> tuple[Tensors, Request]:
     """The arguments of `attend`, checked; kv_ordering is none of a `Request`'s fields, and is checked alone.
 
-    shard_cells: where the tensors hold a part of the grid: how many cells, and in words which.
+    shard_cells: where k holds a part of the grid, or of the points' keys: how many cells, and in words which.
     """
     q_given, k_given = q, k
     q, k, v = check_tensors(q, k, v)
-    pattern, lists = _with_lists(as_pattern(pattern).of_heads(k.shape[2]), q, k)
+    pattern, lists = _with_lists(as_pattern(pattern).of_heads(k.shape[2]), q, k, shard_cells)
     _ = pattern.specification  # raises for a field that operators cannot be given
     refuse_options(pattern, options)
     options = DEFAULTS | options
@@ -151,12 +151,14 @@ def refuse_several_points(name: str, pattern: object) -> None:
         raise TypeError(f"{name} must be one PointNeighbourhood for all heads, got {pattern!r}")
 
 
-def _with_lists(pattern: Pattern, q: Tensor, k: Tensor) -> tuple[Pattern, tuple[Tensor, ...]]:
+def _with_lists(
+    pattern: Pattern, q: Tensor, k: Tensor, shard_cells: tuple[int, str] | None
+) -> tuple[Pattern, tuple[Tensor, ...]]:
     # The pattern as a request has it, and the arrays of its lists, which are the request's, too.
     if not isinstance(pattern, PointNeighbourhood):
         return pattern, ()
     _check_cells("q", q, pattern.lists.queries, "its points")
-    _check_cells("k", k, pattern.lists.keys, "its points")
+    _check_cells("k", k, *(shard_cells or (pattern.lists.keys, "its points")))
     if pattern.device != q.device:
         raise ValueError(
             f"pattern must be on the device of q ({q.device}), got points on {pattern.device}: pattern.to(q.device)"

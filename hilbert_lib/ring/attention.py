@@ -34,10 +34,20 @@ from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
 from hilbert_lib.ring.plan.halo import Shards
+from hilbert_lib.ring.points import PointShard
 from hilbert_lib.ring.rank.call import RankCall, agreed_already, by_pattern
 from hilbert_lib.ring.rank.joint import merged_over_ranks, without_extra_keys
-from hilbert_lib.ring.spread import DEFAULTS, GridSpread, SequenceSpread, Spread, check_served, spread_of
+from hilbert_lib.ring.spread import (
+    DEFAULTS,
+    GridSpread,
+    PointSpread,
+    SequenceSpread,
+    Spread,
+    check_served,
+    spread_of,
+)
 
+APART = (*BIAS, "lists")  # fields of a request that have words of their own, or differ
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 
 
@@ -48,7 +58,7 @@ def ring_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: DilatedPattern | Neighbourhood | Union | tuple[Neighbourhood, ...],
+    pattern: DilatedPattern | Neighbourhood | Union | PointShard | tuple[Neighbourhood, ...],
     *,
     group: ProcessGroup | DeviceMesh | None = None,
     is_causal: bool = False,
@@ -70,7 +80,7 @@ def ring_attend(
     return_lse: bool = False,
     validate: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact `attend` of tokens that are spread over the ranks of a group: a sequence, or the cells of a grid.
+    """Exact `attend` of tokens that are spread over the ranks of a group: a sequence, the cells of a grid, or points.
 
     Only rows of k and v that other ranks' queries see travel. All ranks must call it, and where gradients are needed
     all must run the backward. On one rank it is `attend`. The patterns of a `Union` are computed one after the other,
@@ -80,14 +90,15 @@ def ring_attend(
         q: (batch, rows, heads, head_dim), this rank's tokens; there may be none.
         k, v: (batch, rows, kv_heads, head_dim), of the same tokens.
         pattern: which keys a query sees, over all tokens: a `DilatedPattern`, a `Neighbourhood` or a tuple of one for
-            each KV head, or a `Union` of several.
-        group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
+            each KV head, a `Union` of several, or a `PointShard` of this rank's points.
+        group: the ranks, as a process group or a 1-D DeviceMesh; by default all. Of points the group that the
+            `PointShard` was made with.
         scale, backend, return_lse: as for `attend`; along a sequence all ranks ask for lse, or none.
         key_padding_mask: (batch, rows) bool, True = no weight, of this rank's tokens.
         is_causal, dropout_p, kv_ordering, transport, weights: for sequences alone, as in `ring_dilated_attention`.
         memory_limit: likewise, and not for a `Union`.
-        shards, ordering, extra_q, extra_k, extra_v, extra_padding_mask, bias: for grids alone, as in
-            `ring_neighbourhood_attention`. A `Union` takes no bias.
+        extra_q, extra_k, extra_v, extra_padding_mask: for grids and points, as in `ring_neighbourhood_attention`.
+        shards, ordering, bias: for grids alone, likewise. A `Union` takes no bias.
         validate: whether ranks compare their arguments before they send anything, as in these two.
 
     Returns:
@@ -227,7 +238,7 @@ def ring_neighbourhood_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    neighbourhood: Neighbourhood | tuple[Neighbourhood, ...],
+    neighbourhood: Neighbourhood | tuple[Neighbourhood, ...] | PointShard,
     *,
     shards: Shards | None = None,
     ordering: Ordering | None = None,
@@ -243,7 +254,7 @@ def ring_neighbourhood_attention(
     return_lse: bool = False,
     validate: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact `neighbourhood_attention` on a grid whose parts lie on the ranks of a group.
+    """Exact `neighbourhood_attention` on a grid whose parts lie on the ranks of a group, or over points on these ranks.
 
     Only rows of k and v that the windows of other ranks reach travel, each once to each rank (`plan_halo` shows which),
     while queries that see own keys alone are computed. All ranks must call it, and where gradients are needed all must
@@ -253,7 +264,8 @@ def ring_neighbourhood_attention(
     Args:
         q: (batch, rows, heads, head_dim), the cells of this rank as it stores them; there may be none.
         k, v: (batch, rows, kv_heads, head_dim), of the same cells.
-        neighbourhood: which cells a query sees, on the whole grid; or a tuple, as in `neighbourhood_attention`.
+        neighbourhood: which cells a query sees, on the whole grid; or a tuple, as in `neighbourhood_attention`; or a
+            `PointShard` of this rank's points, which takes no shards, ordering and bias.
         shards: which cells each rank holds: `Rectangles` or `Runs`; by default `Rectangles.compact`, which are 2 x 2 of
             a square on 4 ranks.
         ordering: instead of shards: each rank holds a run of its slots, as many as `shard` gives it.
@@ -282,7 +294,9 @@ def ring_neighbourhood_attention(
     torch.Size([1, 6, 1, 2])
     >>> dist.destroy_process_group()
     """
-    door = _Door("ring_neighbourhood_attention", GridSpread, partial(check_neighbourhood, prefix="ring_"))
+    is_of_points = isinstance(neighbourhood, PointShard)
+    check = check_served if is_of_points else partial(check_neighbourhood, prefix="ring_")
+    door = _Door("ring_neighbourhood_attention", PointSpread if is_of_points else GridSpread, check)
     return uncompiled(_attend)(
         door,
         q,
@@ -345,7 +359,7 @@ def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor
     out, lse = _begin_early(call, lengths, agreement) if agreement else _run(call, lengths)
     if call.extra_q is None:
         return call.results(out, lse) if options["return_lse"] else call.results(out)
-    holder = next(rank for rank, count in enumerate(lengths) if count)  # which computes the extra keys, too
+    holder = next((rank for rank, count in enumerate(lengths) if count), 0)  # which computes the extra keys, too
     inputs, request = call.tensors, call.request
     if group.rank() != holder:
         inputs, request = without_extra_keys(inputs, request)
@@ -383,7 +397,7 @@ def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, 
 def _words(call: _CheckedCall) -> dict[str, str]:
     # The arguments that all ranks must agree on, in words.
     tensors, request = call.tensors, call.request
-    options = {field.name: getattr(request, field.name) for field in fields(request) if field.name not in BIAS}
+    options = {field.name: getattr(request, field.name) for field in fields(request) if field.name not in APART}
     pattern = options.pop("pattern").of_any_heads()
     is_on_grid = isinstance(pattern, Neighbourhood | HeadNeighbourhoods)
     options["neighbourhood" if is_on_grid else "pattern"] = pattern

@@ -24,6 +24,7 @@ from hilbert_lib.ring.attention import ring_dilated_attention, ring_neighbourhoo
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.plan.plan import check_planning
+from hilbert_lib.ring.points import PointShard
 from hilbert_lib.ring.spread import DEFAULTS, GridSpread, cells_of_rank, check_spec
 
 
@@ -148,6 +149,11 @@ class RingNeighbourhoodAttention(_RingAttention):
         validate: bool = True,
     ):
         super().__init__(group, scale, backend, HeadNeighbourhoods, validate)
+        if isinstance(neighbourhood, PointShard):
+            raise TypeError(
+                f"neighbourhood must be a Neighbourhood, got {neighbourhood!r}: each cloud has its own, which "
+                "ring_neighbourhood_attention takes"
+            )
         self.neighbourhood, self.shards, self.ordering = neighbourhood, shards, ordering
         spreading = DEFAULTS | {"shards": shards, "ordering": ordering}
         GridSpread.checked(check_neighbourhood(neighbourhood, "ring_"), spreading, 1 if shards is None else None)

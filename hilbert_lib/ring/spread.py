@@ -1,6 +1,6 @@
-"""The spread of a call's tokens over ranks: along a sequence, and on a grid.
+"""The spread of a call's tokens over ranks: along a sequence, on a grid, and of points.
 
-What else differs between these two kinds of pattern is here: their options, what a rank holds, and what it computes.
+What else differs between these kinds of pattern is here: their options, what a rank holds, and what it computes.
 """
 
 from dataclasses import dataclass, replace
@@ -24,11 +24,13 @@ from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.points import PointNeighbourhood
 from hilbert_lib.patterns.union import Union
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards, check_shards, plan_halo
 from hilbert_lib.ring.plan.plan import check_planning, plan_ring
 from hilbert_lib.ring.plan.shards import Rectangles, Runs
+from hilbert_lib.ring.points import PointShard
 from hilbert_lib.ring.rank import halo, passes
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.call import by_pattern
@@ -208,11 +210,75 @@ class GridSpread:
         return HaloJob(layout, request, names[0], tuple(names[1:]), ref(group))
 
 
-Spread = SequenceSpread | GridSpread
+@dataclass(frozen=True, eq=False)
+class PointSpread:
+    """Some points on each rank, as a `PointShard` says; rows of k and v travel as its `plan` says."""
+
+    points: PointShard
+
+    options: ClassVar[frozenset[str]] = frozenset()
+    lengths_vary: ClassVar[bool] = False
+    passes: ClassVar = halo
+
+    @classmethod
+    def checked(cls, pattern: PointShard, options: dict, ranks: int) -> Self:
+        """The spread over so many ranks that the options of a call ask for."""
+        refuse_options(pattern, {name: options[name] for name in DEFAULTS}, DEFAULTS)
+        if ranks != len(pattern.lengths):
+            raise ValueError(f"group must be the {len(pattern.lengths)} ranks of {pattern}, got {ranks}")
+        return cls(pattern)
+
+    def for_whole(self, k: Tensor) -> dict:
+        """The arguments of `attend` on the one rank that there is."""
+        return {}
+
+    def for_shard(self, k: Tensor, rank: int) -> dict:
+        """The arguments of `validated` for a rank's points."""
+        return {"shard_cells": (self.points.lengths[rank], f"rank {rank} in {self.points}")}
+
+    def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
+        """Raise ValueError where no backend, or not the one that is asked for by name, can serve the call."""
+        if group is not self.points.known_group():
+            raise ValueError(f"group must be the one that {self.points} was made with, got another of as many ranks")
+        if tensors.q.shape[0]:
+            self.job(tensors, request, ALONE, backend, (), group)
+
+    @property
+    def words(self) -> dict[str, object]:
+        """The options that ranks must agree on."""
+        return {"points": f"{self.points} of which {self.points.halo.travelling} travel"}
+
+    def expected_lengths(
+        self, tensors: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
+    ) -> tuple[int, ...]:
+        """The number of points of each rank, which every rank knows."""
+        return self.points.lengths
+
+    def lengths_unvalidated(self, tensors: Tensors, agreed: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
+        """The number of points of each rank."""
+        return self.points.lengths
+
+    def job(
+        self, tensors: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
+        group: ProcessGroup,
+    ) -> HaloJob:  # fmt: skip
+        """The work of a rank."""
+        layout = self.points.layout(tensors.k.shape[2], tensors.q.device)
+        names = []
+        for border in layout.borders:
+            # k of this rank and of the others; without values
+            k = tensors.k.new_empty(()).expand(len(tensors.k), len(border.filled), *tensors.k.shape[2:])
+            names.append(_serving(tensors._replace(k=k), replace(request, part=border.part), backend))
+        return HaloJob(layout, request, "", tuple(names), ref(group))
+
+
+Spread = SequenceSpread | GridSpread | PointSpread
 
 
 def spread_of(pattern: object) -> type[Spread]:
-    """The kind of spread of a pattern; either kind refuses what is no pattern."""
+    """The kind of spread of a pattern; each kind refuses what is no pattern."""
+    if isinstance(pattern, PointShard):
+        return PointSpread
     is_by_head = isinstance(pattern, tuple | list)
     return GridSpread if is_by_head or getattr(pattern, "shape", None) is not None else SequenceSpread
 
@@ -220,6 +286,10 @@ def spread_of(pattern: object) -> type[Spread]:
 def check_served(pattern: object) -> Pattern:
     """The argument as a pattern; TypeError unless a ring serves it."""
     pattern = as_pattern(pattern)
+    if isinstance(pattern, PointShard):
+        return pattern
+    if isinstance(pattern, PointNeighbourhood):
+        raise TypeError(f"pattern must be a PointShard of each rank's cells where ranks share points, got {pattern!r}")
     for part in pattern.patterns if isinstance(pattern, Union) else (pattern,):
         if not isinstance(part, DilatedPattern | Neighbourhood | HeadNeighbourhoods):
             raise TypeError(

@@ -8,10 +8,10 @@ from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
-from cases import BRANCHES, RULES, expected_on_grid
-from ring_ranks import SPECS, device, inputs, noting, shards_of
+from cases import BRANCHES, RULES, drawn, expected_on_grid, points_of
+from ring_ranks import SPECS, device, inputs, noting, rows_of, shard_of_points, shards_of
 
-from hilbert_lib import Neighbourhood, graph_cache
+from hilbert_lib import Neighbourhood, PointNeighbourhood, graph_cache
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Tensors
@@ -21,7 +21,7 @@ from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring import plan_halo, ring_neighbourhood_attention, spread
-from hilbert_lib.ring.attention import ring_dilated_attention
+from hilbert_lib.ring.attention import ring_attend, ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring
 from hilbert_lib.ring.rank import blocks, exchange, halo, local, passes
 
@@ -186,14 +186,37 @@ def count_bytes_on_grid(rules: str, heads: str, shards: dict, *, padded: bool = 
     return counted_and_planned(call, leaves, dout[:, rows].to(device()), cost)
 
 
-def peak_memory_on_grid(shards: dict) -> list[list[int]]:
-    """Bytes at the highest point of a forward, and of a backward: as allocated by torch, and as planned.
+def count_bytes_on_points(kind: str, lengths: list[int], *, padded: bool = False) -> list:
+    """`count_bytes_on_grid` of points."""
+    whole, sizes = points_of(kind), {"heads": 4, "kv_heads": 2, "head_dim": 8}
+    rows, rank = rows_of(whole, lengths), dist.get_rank()
+    points = shard_of_points(whole, rows)
+    tensors = drawn(whole.lists.queries, *sizes.values(), batch=2, dtype=torch.bfloat16)
+    *leaves, dout = (x[:, rows].to(device()) for x in tensors)
+    leaves = [x.requires_grad_() for x in leaves]
+    mask = torch.arange(2 * len(rows), device=device()).view(2, -1) % 3 == 0 if padded else None
+    cost = points.plan(batch=2, dtype=torch.bfloat16, padded=padded, **sizes).ranks[rank]
+    return counted_and_planned(partial(ring_attend, *leaves, points, key_padding_mask=mask), leaves, dout, cost)
 
-    Stand-ins allocate what kernels return, and compute nothing.
-    """
-    near, sizes = Neighbourhood((128, 64), 9), {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
-    spread, rank = shards_of(near.shape, **shards), dist.get_rank()
-    rows = spread.count(near.shape, rank)
+
+def peak_memory_on_points(lengths: list[int]) -> list[list[int]]:
+    """`peak_memory_on_grid` of points."""
+    whole = PointNeighbourhood(torch.cartesian_prod(torch.arange(96), torch.arange(64)), 9)
+    points = shard_of_points(whole, rows_of(whole, lengths))
+    return _peak_of_halo(points, ring_attend, lengths[dist.get_rank()], points.plan)
+
+
+def peak_memory_on_grid(shards: dict) -> list[list[int]]:
+    """Bytes at the highest point of a forward, and of a backward: as allocated by torch, and as planned."""
+    near = Neighbourhood((128, 64), 9)
+    spread = shards_of(near.shape, **shards)
+    call = partial(ring_neighbourhood_attention, shards=spread)
+    return _peak_of_halo(near, call, spread.count(near.shape, dist.get_rank()), partial(plan_halo, near, spread))
+
+
+def _peak_of_halo(pattern, attend, rows: int, plan) -> list[list[int]]:
+    # Stand-ins allocate what kernels return, and compute nothing.
+    sizes, rank = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}, dist.get_rank()
     *leaves, dout = (torch.zeros(1, rows, n, 64, dtype=torch.bfloat16, device=device()) for n in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in leaves]
 
@@ -207,15 +230,15 @@ def peak_memory_on_grid(shards: dict) -> list[list[int]]:
             *(torch.empty_like(x, dtype=wide if n in (1, 2) else None) for n, x in enumerate(given.with_rows))
         )
 
-    call = partial(ring_neighbourhood_attention, *leaves, near, shards=spread)
+    call = partial(attend, *leaves, pattern)
     with patch.multiple(operators, attention=forward, attention_backward=backward):
         torch.autograd.grad(call(), leaves, dout)  # what is made once is not of this call
         out, forward = with_peak(call)
-        received = out.grad_fn.saved_tensors[7].nbytes
+        received = out.grad_fn.saved_tensors[8].nbytes
         _, backward = with_peak(partial(torch.autograd.grad, out, leaves, dout))
-    held = sum(x.nbytes for x in leaves)
+    held = sum(x.nbytes for x in [*leaves, *getattr(pattern, "list_tensors", ())])
     lse = 4 * rows * 4
-    cost = plan_halo(near, spread, batch=1, **sizes).ranks[rank]
+    cost = plan(batch=1, **sizes).ranks[rank]
     return [
         [forward + held, cost.memory_forward],
         [backward + held + 2 * dout.nbytes + lse + received, cost.memory_backward],

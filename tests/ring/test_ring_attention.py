@@ -293,6 +293,33 @@ COUNTED_HALOS = grouped(_COUNTED) | {
     ],
 }
 HELD_HALOS = [{"parts": [4, 1]}, {"parts": [2, 2]}, {"order": "hilbert", "lengths": [1000, 2048, 1096, 4048]}]
+# Points that ranks share: one rank without any, runs of the curve and points at random, kernels of rows.
+POINTS = {
+    2: [
+        {"kind": "odd", "lengths": [60, 30]},
+        {"kind": "even", "lengths": [30, 70], "heads": [4, 2], "more": "extra and padding"},
+        {"kind": "clouds", "lengths": [50, 40], "heads": [4, 1], "more": "extra", "dtype": "bfloat16"},
+        {"kind": "odd", "lengths": [45, 45], "heads": [4, 2], "more": "padding", "dtype": "float32"}
+        | {"backend": "triton", "by_kernel": True},
+    ],
+    3: [
+        {"kind": "clouds", "lengths": [50, 0, 40], "heads": [4, 2], "more": "extra and padding"},
+        {"kind": "even", "lengths": [20, 70, 10], "dtype": "float32"},
+        {"kind": "odd", "lengths": [30, 31, 29], "order": "random", "backend": "reference"},
+    ],
+}
+for cases in POINTS.values():
+    for n, case in enumerate(cases):
+        case["with_dlse"] = n % 2 == 0
+        if case["kind"] == "clouds":  # runs of the curve end between clouds
+            case["order"] = "random"
+COUNTED_POINTS = {
+    2: [{"kind": "odd", "lengths": [60, 30]}, {"kind": "clouds", "lengths": [50, 40]}],  # whose clouds are whole
+    3: [{"kind": "even", "lengths": [30, 0, 70], "padded": True}],
+}
+JOINT_POINTS = {2: {"kind": "odd", "lengths": [60, 30]}, 3: {"kind": "even", "lengths": [0, 60, 40]}}
+RANDOM_POINTS = {"seeds": 20}
+HELD_POINTS = {"lengths": [4096, 2048]}
 # What the last rank asks for, and what all say.
 ON_GRIDS = {
     "window": ({"neighbourhood": 5}, ("neighbourhood", "window=(3, 5)", "on rank 0", "window=(5, 5)", "on rank 1")),
@@ -372,6 +399,7 @@ def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> d
 
 ALLOCATED = [(n, "ring_costs:peak_memory", memory_of(*case)) for n, cases in MEMORY.items() for case in cases]
 ALLOCATED += [(4, "ring_costs:peak_memory_on_grid", {"shards": shards}) for shards in HELD_HALOS]
+ALLOCATED += [(2, "ring_costs:peak_memory_on_points", HELD_POINTS)]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [[call, asked] for call, table in DISAGREE.items() for asked, _ in table.values()]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}]]
@@ -390,7 +418,12 @@ for ranks, cases in COUNTED_HALOS.items():
     CALLS[ranks] += [["ring_costs:count_bytes_on_grid", case] for case in cases]
 for ranks, cases in JOINT_RINGS.items():
     CALLS[ranks] += [["compare_joint", case] for case in cases]
+for ranks, cases in POINTS.items():
+    CALLS[ranks] += [["compare_on_points", case] for case in cases]
+    CALLS[ranks] += [["ring_costs:count_bytes_on_points", case] for case in COUNTED_POINTS[ranks]]
+    CALLS[ranks] += [["joint_on_points", JOINT_POINTS[ranks]], ["random_halos", RANDOM_POINTS]]
 CALLS[2] += [["promises_on_grid", {}], ["promises_of_a_union", {}]]
+CALLS[2] += [["promises_on_points", {}], ["a_row_is_dropped", {}], ["page_of_points", {}]]
 CALLS[2] += [["parts_asked_about", {"transport": transport}] for transport in TRANSPORTS]
 CAPTURED = [
     *({"what": transport} for transport in ("auto", *TRANSPORTS)),
@@ -490,6 +523,36 @@ def test_promises_of_a_union_are_kept(backend):
         assert len(found) == 8
 
 
+@pytest.mark.parametrize("ranks", POINTS)
+def test_of_points_too(ranks, backend):
+    for case in POINTS[ranks]:
+        check_error(case, answers(ranks, "compare_on_points", case, backend))
+    for case in COUNTED_POINTS[ranks]:
+        found = answers(ranks, "ring_costs:count_bytes_on_points", case, backend)
+        travels = any(any(counted) for counted, *_ in found)
+        assert travels == (case["kind"] != "clouds")
+        calls = [1 + case.get("padded", False), 1] if travels else [0, 0]
+        for counted, planned, called in found:
+            assert (counted, called) == (planned, calls), case
+    for found in answers(ranks, "joint_on_points", JOINT_POINTS[ranks], backend):
+        assert max(found.values()) < 1e-13, found
+    assert answers(ranks, "random_halos", RANDOM_POINTS, backend) == [[]] * ranks
+
+
+def test_promises_of_points_are_kept(backend):
+    for found in answers(2, "promises_on_points", {}, backend):
+        assert [promise for promise, kept in found.items() if not kept] == []
+        assert len(found) == 18
+    assert max(answers(2, "a_row_is_dropped", {}, backend)) > 1e-2  # so a fault would be seen
+
+
+def test_the_pages_cloud_is_attended_to_on_two_ranks(backend):
+    (first, printed), (second, nothing) = answers(2, "page_of_points", {}, backend)
+    assert first == second == [1, 108, 8, 64]
+    assert printed.startswith("216 points on 2 ranks, window 5 x 5 x 5, batch 1, 8 heads")
+    assert not nothing
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_backend_is_asked_about_the_parts_of_all_ranks(transport):
     for found in answers(2, "parts_asked_about", {"transport": transport}):
@@ -538,10 +601,14 @@ def test_nccl_computes_and_sends_the_same(ranks):
     for case in COUNTED.get(ranks, ()):
         test_bytes_sent_are_those_of_the_plan(ranks, case, "nccl")
     test_on_a_grid_too(ranks, "nccl")
+    if ranks in POINTS:
+        test_of_points_too(ranks, "nccl")
     # In one test, as each process that runs one calls them all.
     if ranks == 2:
         test_promises_on_a_grid_are_kept("nccl")
         test_promises_of_a_union_are_kept("nccl")
+        test_promises_of_points_are_kept("nccl")
+        test_the_pages_cloud_is_attended_to_on_two_ranks("nccl")
     for call, asked in DISAGREE.items() if ranks == 2 else ():
         for what in asked:
             if (call, what) != ("ring_headers:disagree", "backend"):  # which serves on a GPU

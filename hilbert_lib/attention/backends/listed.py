@@ -244,7 +244,7 @@ BACKENDS = (
         here=lambda q, request: absence(q.device, limits.LISTS_SHARED_BYTES),
         caveat=CAVEAT,
         workspace=kernel_workspace,
-        options=("lists",),
+        options=("lists", "part"),
     ),
     Backend(
         serves=ListedPairs,
@@ -253,6 +253,6 @@ BACKENDS = (
         colour="#999999",
         functions=lambda device: (forward, backward),
         caveat=CAVEAT,
-        options=("lists",),
+        options=("lists", "part"),
     ),
 )

@@ -73,12 +73,14 @@ def backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
 ) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse. The bits are the same every time."""
-    dtype = inputs.q.dtype
+    dtype, in_float = inputs.q.dtype, request.part is not None and request.part.in_float
     dout, out, *computed = as_computed(dout, out, *inputs.with_rows)
     inputs = Tensors(*computed)
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     lse_and_delta = torch.empty(lse.shape, dtype=torch.int64, device=lse.device)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[:3]]
+    key_dtype = torch.float32 if in_float else inputs.k.dtype
+    dtypes = inputs.q.dtype, key_dtype, key_dtype
+    grads = [torch.empty(x.shape, dtype=each, device=x.device) for x, each in zip(inputs[:3], dtypes, strict=True)]
     splits = splits_of(inputs)
     extra_grads = [torch.empty(splits, *x.shape, dtype=torch.float32, device=x.device) for x in inputs.extra]
 
@@ -94,7 +96,9 @@ def backward(
 
     tensors = (*inputs.with_rows, dout, out, lse, dlse, *tensors_of(request))
     start(starts, tensors, "lists backward", *request.options, made=(lse_and_delta, *grads, *extra_grads))
-    return Tensors(*as_asked(dtype, *grads, *(parts.sum(0) for parts in extra_grads)))
+    dq, dk, dv = grads
+    dq, *extra = as_asked(dtype, dq, *(parts.sum(0) for parts in extra_grads))
+    return Tensors(dq, *((dk, dv) if in_float else as_asked(dtype, dk, dv)), *extra)
 
 
 def splits_of(inputs: Tensors) -> int:

@@ -7,6 +7,7 @@ cost       a plan, and its cost: bytes on the wire, bytes of memory and FLOP of 
 plan       how it is found: transports, and why
 shards     how the cells of a grid are spread, and what the windows of a rank's queries reach
 halo       which rows of a grid travel, and what that costs
+points     what the rows of points cost that travel
 """
 
 from hilbert_lib.ring.plan.balance import shard_lengths_for

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.request import GridPart
+from hilbert_lib.attention.request import POINTS_IN_FLOAT, GridPart
 from hilbert_lib.ring.plan.halo import HaloPlan, Slab
 from hilbert_lib.ring.plan.shards import Box, Runs, positions
 
@@ -93,6 +93,45 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
     )
 
 
+def layout_of_rows(
+    own: int, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], travels: bool, kv_heads: int
+) -> HaloLayout:
+    """A rank's part where its keys are its own rows and then those received, and all KV heads of a row travel.
+
+    own: rows of this rank. rows: (rows sent,) int64, destination by destination. sent, received: how many to each rank,
+    and from each. travels: whether any rank sends anything.
+    """
+    device, arriving = rows.device, sum(received)
+    own_rows = torch.arange(own, device=device)
+    own_by_head, received_by_head = (torch.arange(n * kv_heads, device=device) for n in (own, arriving))
+    their_places = own * kv_heads + received_by_head
+    border = Border(
+        POINTS_IN_FLOAT,
+        slots=None,
+        queries=None,
+        filled=torch.cat([own_rows, own_rows.new_zeros(arriving)]),
+        own_rows=(own_rows, own_rows),
+        their_rows=(their_places, received_by_head),
+        lacking=None,
+        frame=torch.cat([own_by_head, -2 - received_by_head]),
+        touched=own_rows,
+        received=their_places,
+    )
+    heads = torch.arange(kv_heads, device=device).repeat(len(rows))
+    by_head = rows.repeat_interleave(kv_heads) * kv_heads + heads
+    return HaloLayout(
+        interior=None,
+        borders=(border,) if own else (),
+        touched=own_rows,
+        rows=torch.stack([by_head // kv_heads, heads, by_head]),
+        sent=tuple(count * kv_heads for count in sent),
+        received=tuple(count * kv_heads for count in received),
+        travels=travels,
+        packed=by_head,
+        returned=_columns(by_head, own * kv_heads),
+    )
+
+
 def _frame(plan: HaloPlan, rank: int, slab: Slab) -> Tensor:
     # The cells whose k and v are put together, in that order; those that a query sees are own ones or arrive.
     if isinstance(plan.shards, Runs):
@@ -137,8 +176,8 @@ def _found_in_frame(plan: HaloPlan, filled: Tensor, own_places: Tensor, their_ro
 def _columns(places: Tensor, count: int) -> Tensor:
     # For each place the indices at which it occurs, ascending, then -1 (count, columns).
     ordered, numbers = places.sort(stable=True)
-    column = torch.arange(len(places), device="cpu") - torch.searchsorted(ordered, ordered)
-    table = torch.full((count, int(column.max()) + 1 if len(places) else 0), -1, device="cpu")
+    column = torch.arange(len(places), device=places.device) - torch.searchsorted(ordered, ordered)
+    table = torch.full((count, int(column.max()) + 1 if len(places) else 0), -1, device=places.device)
     table[ordered, column] = numbers
     return table
 

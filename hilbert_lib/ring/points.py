@@ -1,0 +1,236 @@
+"""Points that are spread over ranks: which rows of k and v each rank needs of the others, found from the cells.
+
+bounds      the least and the largest cell of all ranks
+boxes       what each 64 queries of a rank reach, sent to all: half a byte for each point
+candidates  the cells of a rank that lie in a box of another, sent to that one
+seen        which candidates any query there sees, sent back: their rows of k and v will travel in every call
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hilbert_lib.checks import grouped
+from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists
+from hilbert_lib.patterns.point_lists import FAR, Cells, boxes, in_order, meeting, reached
+from hilbert_lib.patterns.points import PointNeighbourhood, check_span, divided, lists_of
+from hilbert_lib.ring.agreement import Agreement, resolved
+from hilbert_lib.ring.plan.cost import Sizes
+from hilbert_lib.ring.plan.points import PointPlan
+from hilbert_lib.ring.rank.exchange import exchange
+from hilbert_lib.ring.rank.halo_layout import HaloLayout, layout_of_rows
+
+NOWHERE = torch.iinfo(torch.int64)  # bounds of a rank without points
+
+
+class Halo(NamedTuple):
+    """The points of a rank whose k and v travel, and how many come from other ranks."""
+
+    rows: Tensor  # (points,) int64, rows of this rank for the others, destination by destination
+    sent: tuple[int, ...]  # how many to each rank
+    received: tuple[int, ...]  # how many from each rank
+    travelling: dict[tuple[int, int], int]  # how many travel, by (source, destination)
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class PointShard(PointNeighbourhood):
+    """The points of one rank, where ranks share clouds: the `PointNeighbourhood` of all ranks' points, a part of it.
+
+    Each rank makes one of its own cells, at the same time as the others, once for each cloud, and gives it to every
+    layer: `ring_attend` or `ring_neighbourhood_attention`. Results are exact however points are spread; few rows travel
+    where those of a rank lie together, as in runs of `point_order`. No rank holds the cells of all: ranks send each
+    other boxes around 64 queries, and the cells that lie in a box.
+
+    Its lists are those of this rank's queries and of all keys that they see: this rank's points, then those of others.
+
+    Args:
+        coordinates: (n, axes) int32 or int64, this rank's cells, as its q, k and v are stored; there may be none. No
+            cell occurs twice in a cloud, on all ranks together.
+        window, dilation: as for a `PointNeighbourhood`; the same on all ranks.
+        batch: (n,) int32 or int64, the cloud of each cell; a cloud may lie on several ranks.
+        group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
+
+    Raises:
+        TypeError, ValueError: as `PointNeighbourhood`. An error on one rank is raised on all, and mismatched arguments
+            are named.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> points = PointShard(torch.tensor([[0, 0], [5, 7], [1, 1]]), 3)
+    >>> points.lengths, points.pairs
+    ((3,), 5)
+    >>> dist.destroy_process_group()
+    """
+
+    kind: ClassVar[str] = "shard_of_points"
+    names_of_keys: ClassVar[tuple[str, str]] = "coordinates of all ranks", "batch"
+
+    lengths: tuple[int, ...]  # points of each rank
+    halo: Halo
+    list_bytes: tuple[int, ...]  # of each rank's lists
+    known_group: "ref[ProcessGroup]"
+    _layouts: dict
+
+    def __init__(
+        self,
+        coordinates: Tensor,
+        window: int | tuple[int, ...],
+        batch: Tensor | None = None,
+        *,
+        dilation: int | tuple[int, ...] = 1,
+        group: ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        group = resolved(group)
+        refusal, words, rows = None, {}, 0
+        try:
+            self._set_cells(coordinates, window, batch, None, None, dilation)
+            words = {"coordinates": f"cells of {coordinates.shape[1]} axes on {coordinates.device.type}"}
+            words |= {"batch": "None" if batch is None else "a tensor"}
+            words |= {"window": repr(self.window), "dilation": repr(self.dilation)}
+            rows = len(coordinates)
+        except (TypeError, ValueError) as error:
+            refusal = error
+        lengths = Agreement(words, rows, refusal, group).lengths()
+        clouds = coordinates.new_zeros(rows) if batch is None else batch
+        cells = torch.cat([clouds.long()[:, None], coordinates.long()], 1)
+        halo, others, refusal = _halo_of(self, cells, lengths, group)
+        list_bytes = 0
+        try:
+            if refusal is None:
+                self._set_lists(*self.lists_with(torch.cat([cells, others]) if len(others) else None))
+                list_bytes = sum(x.nbytes for x in self.list_tensors)
+        except ValueError as error:
+            refusal = error
+        list_bytes = Agreement({}, list_bytes, refusal, group).lengths()
+        self._set(lengths=lengths, halo=halo, list_bytes=list_bytes, known_group=ref(group), _layouts={})
+
+    def lists_with(self, keys: Tensor | None) -> tuple[PackedLists, PackedLists]:
+        """The lists of these queries and of some keys (m, 1 + axes), their clouds first; None: of the points alone."""
+        of_keys = None, None
+        if keys is not None:
+            of_keys = keys[:, 1:], None if self.batch is None else keys[:, 0]
+        self._set_cells(self.coordinates, self.window, self.batch, *of_keys, self.dilation)
+        return lists_of(self)
+
+    def __repr__(self) -> str:
+        points = " + ".join(map(str, self.lengths))
+        return f"PointShard({points} points, window={self.window}, dilation={self.dilation})"
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same points on a device, made once for each device."""
+        copy = super().to(device)
+        for name in ("lengths", "halo", "list_bytes", "known_group", "_layouts"):
+            copy._set(**{name: getattr(self, name)})
+        return copy
+
+    def plan(
+        self, *, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, padded: bool = False
+    ) -> PointPlan:
+        """The bytes that each rank sends, receives and holds in a call, as `plan_halo` has them for a grid.
+
+        Args:
+            batch, heads, kv_heads, head_dim: sizes of q, k and v.
+            dtype: of q, k and v.
+            padded: whether the call has a key_padding_mask: one byte of it travels with each row.
+
+        Raises:
+            TypeError, ValueError: naming the argument and what is allowed.
+        """
+        heads, kv_heads = grouped(heads, kv_heads)
+        sizes = Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded)
+        return PointPlan(sizes, dtype, self.lengths, self.halo.travelling, self.list_bytes, self.window)
+
+    def layout(self, kv_heads: int, device: torch.device) -> HaloLayout:
+        """This rank's part of a call, as index tensors."""
+        key = kv_heads, device
+        if key not in self._layouts:
+            halo = self.halo
+            rows = halo.rows.to(device)
+            self._layouts[key] = layout_of_rows(
+                len(self.coordinates), rows, halo.sent, halo.received, bool(halo.travelling), kv_heads
+            )
+        return self._layouts[key]
+
+
+def _halo_of(
+    points: PointShard, cells: Tensor, lengths: tuple[int, ...], group: ProcessGroup
+) -> tuple[Halo, Tensor, Exception | None]:
+    # Which rows travel; the cells of other ranks that own queries see; and the error of this rank, which goes on so
+    # that others do not wait. cells: those of this rank, (n, 1 + axes), their clouds first.
+    ranks, device = group.size(), points.device
+    rows_for = _rows_in_reach(points, cells, lengths, group)
+    offered, rows = [len(rows) for rows in rows_for], torch.cat(rows_for)
+    ones = [1] * ranks
+    coming = exchange(torch.tensor(offered, device=device), ones, ones, group).wait().tolist()
+    candidates = exchange(cells[rows], offered, coming, group).wait()
+    is_seen, refusal = torch.zeros(len(candidates), dtype=torch.bool, device=device), None
+    try:
+        is_seen = _seen(points, candidates)
+    except ValueError as error:
+        refusal = error
+    is_wanted = exchange(is_seen.byte(), coming, offered, group).wait().bool()
+    sent = [int(own.sum()) for own in is_wanted.split(offered)]
+    by_source = _of_all_ranks(torch.tensor([sent], device=device), ones, group).tolist()
+    received = tuple(row[group.rank()] for row in by_source)
+    travelling = {}
+    for source, row in enumerate(by_source):
+        travelling |= {(source, destination): count for destination, count in enumerate(row) if count}
+    return Halo(rows[is_wanted], tuple(sent), received, travelling), candidates[is_seen], refusal
+
+
+def _rows_in_reach(
+    points: PointShard, cells: Tensor, lengths: tuple[int, ...], group: ProcessGroup
+) -> list[Tensor]:  # fmt: skip
+    # The rows of this rank whose cells lie in a box of each other rank, ascending. A box is what 64 queries reach.
+    ordered = _in_order_of_all(points, cells, group)
+    windows = (1, *points.window)
+    before = tuple(w // 2 for w in windows)
+    own_boxes = torch.stack(boxes(*reached(ordered, before, windows), len(cells)), 1).permute(2, 1, 0)
+    counts = [-(-length // BLOCK) for length in lengths]
+    own_cells = ordered.places[:, : len(cells)]
+    rows_for = []
+    for rank, their_boxes in enumerate(_of_all_ranks(own_boxes, counts, group).split(counts)):
+        rows = ordered.order[:0]
+        if rank != group.rank():
+            least, largest = their_boxes.permute(1, 2, 0)
+            _, places = meeting((least, largest), (own_cells, own_cells))
+            rows = ordered.order[places.unique()].sort().values
+        rows_for.append(rows)
+    return rows_for
+
+
+def _in_order_of_all(points: PointShard, cells: Tensor, group: ProcessGroup) -> Cells:
+    # This rank's cells in steps of the dilation, counted from the least of all ranks, in the order of work. Clouds may
+    # share a number, since boxes may be too large.
+    lines = torch.cat([cells[:, :1].T, divided(cells[:, 1:].T, points.dilation)])
+    own = torch.tensor([NOWHERE.max, NOWHERE.min], device=lines.device)[:, None].repeat(1, len(lines))
+    if len(cells):
+        own = torch.stack([lines.amin(1), lines.amax(1)])
+    bounds = _of_all_ranks(own[None], [1] * group.size(), group)
+    least, largest = bounds[:, 0].amin(0), bounds[:, 1].amax(0)
+    if bool((least <= largest).all()):  # some rank has points
+        check_span(least[1:], largest[1:])
+    lines = lines - least[:, None]
+    lines[0] %= FAR
+    return in_order(lines.int(), has_clouds=True)
+
+
+def _of_all_ranks(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
+    # The rows of all ranks, one after the other. counts: how many each has.
+    copies = rows.repeat(group.size(), *[1] * (rows.dim() - 1))
+    return exchange(copies, [len(rows)] * group.size(), counts, group).wait()
+
+
+def _seen(points: PointShard, candidates: Tensor) -> Tensor:
+    # Which cells of other ranks (m, 1 + axes) own queries see: (m,) bool.
+    is_seen = torch.zeros(len(candidates), dtype=torch.bool, device=candidates.device)
+    if len(candidates):
+        lists, _ = points.lists_with(candidates)
+        rows = lists.key_rows.flatten()
+        is_seen[rows[rows >= 0].long()] = True
+    return is_seen
