@@ -13,7 +13,7 @@ from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import BIAS, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
 from hilbert_lib.attention.triton.limits import parts_of_extra_keys
-from hilbert_lib.attention.triton.shifts import shape_of_sums
+from hilbert_lib.attention.triton.shifts import cells_of, shape_of_sums
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PROGRAMS = 65535
@@ -54,8 +54,9 @@ def _workspace(
         return {}
     scratch = {"delta": arguments[-1].nbytes} | _parts(Tensors(*arguments[1]))
     if request.has_bias:
-        batch, _, heads, _ = arguments[0].shape
-        scratch["sums of the gradient of bias"] = 4 * prod(shape_of_sums(request, batch, heads, 64))
+        dout = arguments[0]  # of q's dtype and shape
+        batch, _, heads, _ = dout.shape
+        scratch["sums of the gradient of bias"] = 4 * prod(shape_of_sums(request, batch, heads, cells_of(dout)))
     return scratch
 
 

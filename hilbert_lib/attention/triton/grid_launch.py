@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +15,28 @@ from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
 from hilbert_lib.attention.triton.grid_bias import entry_kernel, pair_kernel
 from hilbert_lib.attention.triton.limits import parts_of_extra_keys
-from hilbert_lib.attention.triton.shifts import TILES, shape_of_sums, shifts_of, tiles_of
+from hilbert_lib.attention.triton.shifts import TILES, cells_of, shape_of_sums, shifts_of, tiles_of
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.neighbourhood import EDGES, Axis, Neighbourhood
 
 AXES = "012"
 ENTRIES = 32  # entries of a table of bias that a program sums up
+
+
+class Config(NamedTuple):
+    """Step sizes and warps of the kernels for one dtype and head_dim; `shifts.cells_of` are a program's cells."""
+
+    keys: int  # of a step of `query_kernel`
+    queries: int  # of a step of `key_kernel`
+    num_warps: int
+
+
+INTERPRETED = Config(16, 16, 4)
+# (bytes of an element, largest head_dim) -> configuration. Each fits an A100's shared memory. float32 is multiplied
+# without tensor cores. With the steps of 16 bits and 4 warps, at head_dim 128, the forward of a volume had 32 registers
+# a thread and 9,528 bytes beside them in memory; it has 255 and 112 (compiled for sm_90 by Triton 3.7.1).
+CONFIGS = {(2, 128): Config(64, 32, 4), (2, 256): Config(32, 16, 8), (4, 256): Config(16, 16, 8)}
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -112,11 +128,13 @@ def of_queries(
     """
     q, extra = inputs.q, inputs.extra_k.shape[1]
     named = rules(inputs, request)
-    tiles = tiles_of(request, _sides(request), keys=False)
-    names = {f"T{n}": cells for n, cells in zip(AXES, _sides(request), strict=True)}
+    sides = _sides(q, request)
+    tiles = tiles_of(request, sides, keys=False)
+    names = {f"T{n}": cells for n, cells in zip(AXES, sides, strict=True)}
     strides = strides_of("qkvef", inputs.with_rows) | strides_of("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
-    flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": 64 if not is_interpreted() else 16}
+    config = config_of(q)
+    flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": config.keys, "num_warps": config.num_warps}
     flags |= {"IF_FLAG": flag is not None}
     tensors = inputs._asdict() | {"out": out, "lse": lse, "extra_padding": extra_padding(inputs, request)}
     optional = {"dout": dout, "delta": delta, "dq": dq, "flag": flag}
@@ -134,12 +152,14 @@ def of_keys(
     (k, v), (dk, dv) = (x.extra if extra else x[1:3] for x in (inputs, grads))
     named = rules(inputs, request)
     padding = request.extra_padding_mask if extra else request.key_padding_mask
-    sides = (1, 1, prod(_sides(request))) if extra else _sides(request)
+    sides = _sides(inputs.q, request)
+    sides = (1, 1, prod(sides)) if extra else sides
     named |= {f"T{n}": cells for n, cells in zip(AXES, sides, strict=True)}
     named |= strides_of("qkvd", (inputs.q, k, v, dout))
     named |= {"k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "dk": dk, "dv": dv, "EXTRA": extra}
     named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
-    named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
+    config = config_of(inputs.q)
+    named |= {"BLOCK_M": config.queries, "num_warps": config.num_warps}
     named |= table_of_bias(inputs._replace(bias=None) if extra else inputs, request)
     tiles = -(-k.shape[1] // prod(sides)) * len(dk) if extra else tiles_of(request, sides, keys=True)
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
@@ -147,7 +167,7 @@ def of_keys(
 
 def sums_of(inputs: Tensors, request: Request) -> Tensor:
     """The scratch of `of_bias`."""
-    shape = shape_of_sums(request, inputs.q.shape[0], inputs.q.shape[2], _rows())
+    shape = shape_of_sums(request, inputs.q.shape[0], inputs.q.shape[2], _cells(inputs.q))
     return torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
 
 
@@ -155,7 +175,7 @@ def of_bias(
     dout: Tensor, inputs: Tensors, lse: Tensor, delta: Tensor, request: Request, sums: Tensor, dbias: Tensor
 ) -> list[Start]:  # fmt: skip
     """The launches of the gradient of a bias: sums of pairs, and of these the sum for each entry."""
-    sides, (batch, _, heads, _) = _sides(request), inputs.q.shape
+    sides, (batch, _, heads, _) = _sides(inputs.q, request), inputs.q.shape
     shifts, table = shifts_of(request, sides), table_of_bias(inputs, request)
     shared = {f"T{n}": cells for n, cells in zip(AXES, sides, strict=True)}
     shared |= {f"lowest{n}": rank for n, rank in zip(AXES, shifts.lowest, strict=True)}
@@ -175,13 +195,21 @@ def of_bias(
     ]
 
 
-def _sides(request: Request) -> tuple[int, int, int]:
-    return TILES[_rows()][len(request.neighbourhoods[0].shape)]
+def config_of(q: Tensor) -> Config:
+    """The configuration of the kernels for the dtype and head_dim of q."""
+    if is_interpreted():
+        return INTERPRETED
+    size, head_dim = q.element_size(), q.shape[-1]
+    return next(config for (bytes_, largest), config in CONFIGS.items() if size == bytes_ and head_dim <= largest)
 
 
-def _rows() -> int:
-    # Cells of a tile.
-    return 16 if is_interpreted() else 64
+def _sides(q: Tensor, request: Request) -> tuple[int, int, int]:
+    return TILES[_cells(q)][len(request.neighbourhoods[0].shape)]
+
+
+def _cells(q: Tensor) -> int:
+    # Of a tile.
+    return 16 if is_interpreted() else cells_of(q)
 
 
 @lru_cache(maxsize=256)

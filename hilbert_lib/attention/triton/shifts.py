@@ -6,11 +6,22 @@ Imports no triton: estimates of memory read it. The kernels are in `grid_bias.py
 from math import prod
 from typing import NamedTuple
 
+from torch import Tensor
+
 from hilbert_lib.attention.request import Request
 
-# Cells of a tile along each axis, of queries and, for dk and dv, of keys: 64 where compiled, 16 where interpreted.
-TILES = {64: {1: (1, 1, 64), 2: (1, 8, 8), 3: (4, 4, 4)}, 16: {1: (1, 1, 16), 2: (1, 4, 4), 3: (2, 2, 4)}}
+# Cells of a tile along each axis, of queries and, for dk and dv, of keys: 16 where interpreted, else `cells_of`.
+TILES = {
+    64: {1: (1, 1, 64), 2: (1, 8, 8), 3: (4, 4, 4)},
+    32: {1: (1, 1, 32), 2: (1, 4, 8), 3: (2, 4, 4)},
+    16: {1: (1, 1, 16), 2: (1, 4, 4), 3: (2, 2, 4)},
+}
 PROGRAMS = 1024  # of a launch at least, if there are so many tiles: about two for each that a large GPU runs at once
+
+
+def cells_of(q: Tensor) -> int:
+    """Number of cells of a compiled program's tile. 64 rows of float32 past 128 columns outgrow shared memory."""
+    return 32 if q.element_size() == 4 and q.shape[-1] > 128 else 64
 
 
 class Shifts(NamedTuple):

@@ -261,9 +261,11 @@ def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> 
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
 
-def starts_on(module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False) -> list[Start]:
+def starts_on(
+    module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> list[Start]:
     """Starts of a forward and a backward on a grid; more: with extra keys and all masks."""
-    x = torch.zeros(1, near.length, 2, columns, dtype=torch.bfloat16)
+    x = torch.zeros(1, near.length, 2, columns, dtype=dtype)
     extra = x[:, : 70 if more else 0]
     masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (near.length, 70)]
     bias = torch.zeros(2, *near.of_heads(2).bias_sides) if has_bias else None
@@ -279,13 +281,13 @@ def starts_on(module, columns: int, near: Neighbourhood, more: bool, has_bias: b
 
 
 def launched(
-    module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False
+    module, columns: int, near: Neighbourhood, more: bool, has_bias: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[tuple[str, tuple]]:
     """What `compiled` takes for a module's kernels that a call on a grid launches.
 
     Of those by boxes the warp-specialised ones: the others are plain kernels.
     """
-    for each in starts_on(module, columns, near, more, has_bias):
+    for each in starts_on(module, columns, near, more, has_bias, dtype):
         is_by_boxes = isinstance(each.kernel, GluonJITFunction)
         if each.kernel.__name__ in ROLES and is_by_boxes == (module is box_launch):
             call = as_started(each)
@@ -316,6 +318,16 @@ def for_grids(module, of: str) -> dict[str, tuple]:
         f"{of} {name} {columns} {more}": call
         for columns, (near, more) in product((64, 128), ((PLANE, False), (VOLUME, True)))
         for name, call in launched(module, columns, near, more)
+    }
+
+
+def for_grids_by_dtype() -> dict[str, tuple]:
+    """The plain kernels for grids in each configuration, of a volume with all that a call may ask for."""
+    dtypes = {2: torch.bfloat16, 4: torch.float32}
+    return {
+        f"grid {name} {size} {columns}": call
+        for size, columns in grid_launch.CONFIGS
+        for name, call in launched(grid_launch, columns, VOLUME, True, dtype=dtypes[size])
     }
 
 
@@ -352,6 +364,8 @@ def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
     every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels() | copy_kernels()
     every |= list_kernels(architecture)
+    if architecture == 80:  # whose shared memory is the least
+        every |= for_grids_by_dtype()
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")

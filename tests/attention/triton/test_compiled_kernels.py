@@ -23,6 +23,7 @@ arguments = pytest.importorskip(
 )
 from compile_kernels import SAMPLE  # noqa: E402
 
+from hilbert_lib.attention.triton import grid_launch  # noqa: E402
 from hilbert_lib.attention.triton.hopper import grid_launch as box_launch  # noqa: E402
 from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles  # noqa: E402
 
@@ -93,6 +94,12 @@ def test_those_of_attention_compile_and_their_shared_memory_is_there(run, some):
             assert facts["shared"] <= room, kernel
             # Of those that multiply 16 bits, at a head_dim that every GPU's products take.
             assert product in facts["instructions"] or kernel != f"{name} 2 64"
+
+
+def test_the_plain_ones_for_grids_fit_an_a100(run, some):
+    if run[0] == 80:
+        for name, facts in some("grid ", 0, 4 * len(grid_launch.CONFIGS)).items():
+            assert facts["shared"] <= SHARED_BYTES, name
 
 
 def test_those_for_lists_fit_every_gpu(run, some):
