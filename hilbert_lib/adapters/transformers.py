@@ -394,7 +394,17 @@ def _name_of(layer_class: type) -> str:
 @cache
 def _subclass(layer_class: type, forward: Callable) -> type:
     # Gradient checkpointing wraps the `forward` of a subclass, and would miss one that is an attribute of the layer.
-    return type(f"Hilbert{layer_class.__name__}", (layer_class,), {"forward": forward, "__module__": __name__})
+    def reduced(layer: nn.Module) -> tuple:
+        return _empty_layer, (layer_class, forward), layer.__dict__
+
+    members = {"forward": forward, "__reduce__": reduced, "__module__": __name__}
+    return type(f"Hilbert{layer_class.__name__}", (layer_class,), members)
+
+
+def _empty_layer(layer_class: type, forward: Callable) -> nn.Module:
+    # What pickle fills: it finds no class by name that was made while a program runs.
+    subclass = _subclass(layer_class, forward)
+    return subclass.__new__(subclass)
 
 
 def longformer_attention(

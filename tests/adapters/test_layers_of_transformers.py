@@ -1,6 +1,7 @@
 """Longformer, Swin, DiNAT and vision transformers, of a few thousand random weights: their own code is the truth."""
 
 import copy
+import pickle
 import sys
 
 import oracle
@@ -141,7 +142,9 @@ def test_a_step_equals_the_models_own_attention(name):
     precise = {"rtol": 1e-9, "atol": 1e-9} if out.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(out, expected, **precise)
     torch.testing.assert_close(own, gradients, **precise)
-    torch.testing.assert_close(copy.deepcopy(model)(**inputs).last_hidden_state, out, **precise)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(copied(**inputs).last_hidden_state, out, **precise)
+        assert [type(layer) for layer in copied.modules()] == [type(layer) for layer in model.modules()]
 
     next(layer for layer in model.modules() if hasattr(layer, rule)).__dict__[rule] = other_value
     assert (step(model, inputs)[0] - expected).abs().max() > 1e-3, "another window is another function"
