@@ -24,7 +24,6 @@ from hilbert_lib.attention.grid_parts import joined
 from hilbert_lib.curves.codes import hilbert_codes
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.patterns.blocks import runs_of
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists, words_of
 
@@ -40,7 +39,8 @@ Box = tuple[range, ...]  # of cells, a range along each axis
 class Runs(NamedTuple):
     """Runs of cells along one axis, and for each a range of ranks: of all that they see, or of all that see them."""
 
-    cells: Tensor  # (runs, cells) int64, -1 past the end
+    low: Tensor  # (runs,) int64, the first cell
+    high: Tensor  # (runs,) int64, the last cell
     first: Tensor  # (runs,) int64, the first rank; with edge="wrap" ranks are modulo those of the axis
     count: Tensor  # (runs,) int64, the number of ranks
 
@@ -79,7 +79,7 @@ def lists_bytes(patterns: Patterns, box: Box | None = None) -> int:
     size = 0
     for is_turned in (False,) if _is_symmetric(patterns, box) else (False, True):
         blocks, own = blocking(patterns, box), cells if is_turned or box is None else box
-        count = prod(len(runs_of(line, *how)[0]) for line, *how in zip(own, *_by_axis(blocks, own), strict=True))
+        count = prod(len(low) for low, _ in map(_ends, own, blocks.rates, blocks.sides))
         size += count_tiles(patterns, box, is_turned=is_turned) * TILE_BYTES + count * BLOCK_BYTES + 4
     return size
 
@@ -130,19 +130,16 @@ def _blocking(patterns: Patterns, rows: Box) -> Blocking:
     return min(choices, key=lambda blocks: _count_tiles(patterns, blocks, rows, cells, False))
 
 
-def _by_axis(blocks: Blocking, own: Box) -> tuple[list[int], tuple[int, ...]]:
-    # Rates, at most the cells that there are, and sides.
-    return [min(rate, len(line)) for rate, line in zip(blocks.rates, own, strict=True)], blocks.sides
-
-
 @lru_cache(maxsize=4096)
 def _count_tiles(patterns: Patterns, blocks: Blocking, own: Box, listed: Box, is_turned: bool) -> int:
     tiles = 0
     for near in patterns:
-        keys = torch.ones(1, dtype=torch.int64, device="cpu")
+        # Of the lists of many blocks few lengths differ.
+        keys, blocks_of = torch.ones(1, dtype=torch.int64, device="cpu"), torch.ones(1, dtype=torch.int64, device="cpu")
         for runs in _runs(near, blocks, own, listed, is_turned, torch.device("cpu")):
-            keys = (keys[:, None] * runs.count).flatten()
-        tiles += int(_tiles(keys).sum())
+            ranks, runs_of_count = runs.count.unique(return_counts=True)
+            keys, blocks_of = ((x[:, None] * y).flatten() for x, y in ((keys, ranks), (blocks_of, runs_of_count)))
+        tiles += int((_tiles(keys) * blocks_of).sum())
     return tiles
 
 
@@ -154,16 +151,24 @@ def _runs(
     near: Neighbourhood, blocks: Blocking, own: Box, listed: Box, is_turned: bool, device: torch.device
 ) -> list[Runs]:
     # own: the cells of blocks; listed: those that may be in their lists.
-    lines = zip(near.axes, *_by_axis(blocks, own), own, listed, strict=True)
+    lines = zip(near.axes, blocks.rates, blocks.sides, own, listed, strict=True)
     return [_runs_along(*line, is_turned, device) for line in lines]
+
+
+def _ends(own: range, rate: int, side: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    # The first and the last cell of each run.
+    residue = torch.arange(own.start, own.start + min(rate, len(own)), device=device)
+    ahead = torch.arange(0, -(-len(own) // rate), side, device=device) * rate
+    low = (residue[:, None] + ahead).flatten()
+    low = low[low < own.stop]
+    last = own.stop - 1 - (own.stop - 1 - low) % rate
+    return low, torch.minimum(low + (side - 1) * rate, last)
 
 
 def _runs_along(
     axis: Axis, rate: int, side: int, own: range, listed: range, is_turned: bool, device: torch.device
 ) -> Runs:
-    cells, exists = runs_of(own, rate, side, device)
-    cells = cells.where(exists, -1)
-    low, high = cells[:, 0], cells.amax(1)
+    low, high = _ends(own, rate, side, device)
     seen = axis.seen_by if is_turned else axis.seen
     first, last = seen(low)[0], seen(high)[1]
     if axis.edge == "wrap":
@@ -172,7 +177,13 @@ def _runs_along(
         residue, dilation = low % axis.dilation, axis.dilation
         first = torch.maximum(first, (listed.start - residue + dilation - 1) // dilation)
         last = torch.minimum(last, (listed.stop - 1 - residue) // dilation)
-    return Runs(cells, first, (last - first + 1).clamp(min=0))
+    return Runs(low, high, first, (last - first + 1).clamp(min=0))
+
+
+def _cells(runs: Runs, rate: int, side: int, number: Tensor) -> Tensor:
+    # The cells of some runs: (n, side) int64, -1 past the end.
+    cells = runs.low[number, None] + torch.arange(side, device=number.device) * rate
+    return cells.where(cells <= runs.high[number, None], -1)
 
 
 def _packed(
@@ -183,9 +194,9 @@ def _packed(
     own_rows, listed_rows = rows
     device = own_rows.device
     runs = [_runs(near, blocks, *boxes, is_turned, device) for near in patterns]
-    numbers = _along_a_curve([len(x.cells) for x in runs[0]], device)
-    own, exists = joined(patterns[0].shape, [x.cells[number] for x, number in zip(runs[0], numbers, strict=True)])
-    own = pad(own.where(exists, -1), (0, BLOCK - own.shape[1]), value=-1)
+    numbers = _along_a_curve([len(x.low) for x in runs[0]], device)
+    own, exists = joined(patterns[0].shape, list(map(_cells, runs[0], blocks.rates, blocks.sides, numbers)))
+    own = own.where(exists, -1)  # (blocks, 64)
     by_pattern = [reduce(mul, _counts(part, numbers)) for part in runs]
     tiles = _tiles(torch.stack(by_pattern, 1)).flatten()  # (blocks * patterns,)
     ends = tiles.cumsum(0)
@@ -230,7 +241,7 @@ def _listed(near: Neighbourhood, runs: list[Runs], numbers: list[Tensor], place:
     position, step = torch.zeros_like(place), 1
     for n in reversed(range(len(runs))):
         axis, count = near.axes[n], counts[n].clamp(min=1)
-        low = runs[n].cells[numbers[n], :1]
+        low = runs[n].low[numbers[n], None]
         rank = (runs[n].first[numbers[n], None] + place % count) % axis.ranks(low)[1]
         position += (rank * axis.dilation + low % axis.dilation) * step
         place, step = place // count, step * near.shape[n]

@@ -34,7 +34,12 @@ def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu", cells:
     [[-1, 0, 1, 2], [1, 2, 3, -1]]
     """
     cells = range(axis.cells) if cells is None else cells
-    queries, exists = runs_of(cells, axis.dilation, size, device)
+    offset = torch.arange(cells.start, cells.start + axis.dilation, device=device)[:, None, None]
+    longest = -(-len(cells) // axis.dilation)
+    first = torch.arange(0, longest, size, device=device)[None, :, None]
+    queries = ((first + torch.arange(min(size, longest), device=device)) * axis.dilation + offset).flatten(0, 1)
+    exists = queries < cells.stop
+    queries, exists = queries[exists[:, 0]], exists[exists[:, 0]]
     cell = queries.clamp(max=axis.cells - 1)
     rank, count = axis.ranks(cell)
     start = axis.start(cell)
@@ -50,20 +55,6 @@ def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu", cells:
     keys = (ranks * axis.dilation + queries[:, :1] % axis.dilation).where(inside, -1)
     attends = axis.attends(cell[:, :, None], keys.clamp(min=0)[:, None]) & exists[:, :, None] & inside[:, None]
     return AxisTiles(queries.where(exists, -1), keys.where(attends.any(1), -1), attends)
-
-
-def runs_of(cells: range, rate: int, size: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cells in runs of up to `size` that share cell % rate: (runs, cells) int64 each, and which of these exist.
-
-    >>> runs_of(range(5), 2, 2)[0].tolist()
-    [[0, 2], [4, 6], [1, 3]]
-    """
-    offset = torch.arange(cells.start, cells.start + rate, device=device)[:, None, None]
-    longest = -(-len(cells) // rate)
-    first = torch.arange(0, longest, size, device=device)[None, :, None]
-    runs = ((first + torch.arange(min(size, longest), device=device)) * rate + offset).flatten(0, 1)
-    exists = runs < cells.stop
-    return runs[exists[:, 0]], exists[exists[:, 0]]
 
 
 class Blocks(NamedTuple):
