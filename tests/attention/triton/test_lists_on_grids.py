@@ -33,6 +33,9 @@ from hilbert_lib import (
     neighbourhood_attention,
 )
 from hilbert_lib.attention import grid_lists, rules
+from hilbert_lib.lab.selection import candidates
+from hilbert_lib.lab.sweeps.memory import captured
+from hilbert_lib.lab.workload import Workload
 
 launch = pytest.importorskip(
     "hilbert_lib.attention.triton.lists_launch", reason="triton has no build for this platform"
@@ -193,10 +196,13 @@ def test_auto_takes_it_behind_all_other_kernels():
     assert "lists" not in rules.GRID_ON_CPU.order
 
 
+def test_it_is_timed_among_the_candidates_but_for_the_interpreter():
+    work = Workload(NEAR, NEAR.length, 2, 16, torch.device(DEVICE), dtype="bfloat16")
+    assert ("lists" in candidates(work, gradient=True)) == (DEVICE == "cuda")
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_a_call():
-    from hilbert_lib.lab.sweeps.memory import captured
-
     tensors = [torch.randn(1, 72, 2, 32, device="cuda", requires_grad=True) for _ in range(3)]
 
     def step():
