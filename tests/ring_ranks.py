@@ -783,7 +783,9 @@ def compare_on_points(
 
     def on_one_process() -> tuple[list, list]:
         exact = run(oracle.attention, [x.double() for x in given], slice(None), whole, **masks)
-        return exact, run(partial(attend, backend=backend, return_lse=True), given, slice(None), whole, **masks)
+        there = {name: mask.to(device()) for name, mask in masks.items()}
+        one = partial(attend, backend=backend, return_lse=True)
+        return exact, run(one, [x.to(device()) for x in given], slice(None), whole.to(device()), **there)
 
     exact, one = by_the_first(on_one_process)
     points = shard_of_points(whole, rows)
@@ -815,7 +817,7 @@ def joint_on_points(kind: str, lengths: list[int]) -> dict[str, float]:
         grads = torch.autograd.grad(out.sin().sum() + of_extra * extra_out.cos().sum(), leaves)
         return {"out": out, "extra_out": extra_out} | dict(zip(("q", "k", "v", *named), grads, strict=True))
 
-    right, found = run(attend, slice(None), 1.0, whole.to(device())), None
+    right = run(attend, slice(None), 1.0, whole.to(device()))
     found = run(ring_attend, rows.to(device()), share, shard_of_points(whole, rows))
     differences = {}
     for name, x in found.items():
@@ -873,6 +875,8 @@ def promises_on_points() -> dict:
     for name, value in refused.items():
         said = said_by(ring_attend, *x, points, **{name: value})
         found[f"{name} is refused by name"] = f"{name} must be left out" in said
+    said = said_by(attend, *x, points)
+    found["attend names the ring"] = "those of other ranks, which `ring_attend` brings here, got shape" in said
     said = said_by(ring_attend, *x, plain)
     found["points without ranks are refused"] = "must be a PointShard of each rank's cells" in said
     return found

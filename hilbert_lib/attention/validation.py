@@ -158,7 +158,7 @@ def _with_lists(
     if not isinstance(pattern, PointNeighbourhood):
         return pattern, ()
     _check_cells("q", q, pattern.lists.queries, "its points")
-    _check_cells("k", k, *(shard_cells or (pattern.lists.keys, "its points")))
+    _check_cells("k", k, *(shard_cells or (pattern.lists.keys, pattern.keys_in_words)))
     if pattern.device != q.device:
         raise ValueError(
             f"pattern must be on the device of q ({q.device}), got points on {pattern.device}: pattern.to(q.device)"

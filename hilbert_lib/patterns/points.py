@@ -56,6 +56,7 @@ class PointNeighbourhood(Pattern):
     kind: ClassVar[str] = "points"
     options: ClassVar[frozenset[str]] = ON_POINTS
     names_of_keys: ClassVar[tuple[str, str]] = "keys", "key_batch"  # the arguments of their cells and clouds, in errors
+    keys_in_words: ClassVar[str] = "its points"
 
     coordinates: Tensor
     window: tuple[int, ...]

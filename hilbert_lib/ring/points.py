@@ -69,6 +69,7 @@ class PointShard(PointNeighbourhood):
 
     kind: ClassVar[str] = "shard_of_points"
     names_of_keys: ClassVar[tuple[str, str]] = "coordinates of all ranks", "batch"
+    keys_in_words: ClassVar[str] = "its points and those of other ranks, which `ring_attend` brings here"
 
     lengths: tuple[int, ...]  # points of each rank
     halo: Halo
