@@ -9,7 +9,13 @@ from ring_ranks import NAMES, SPECS, device
 
 from hilbert_lib import DilatedPattern, Neighbourhood
 from hilbert_lib.lab.sweeps.memory import captured
-from hilbert_lib.ring import RingDilatedAttention, ring_dilated_attention, ring_neighbourhood_attention
+from hilbert_lib.ring import (
+    PointShard,
+    RingDilatedAttention,
+    ring_attend,
+    ring_dilated_attention,
+    ring_neighbourhood_attention,
+)
 
 PATTERN = DilatedPattern((64, 256, 512), (1, 2, 4))
 ROWS = 256  # of a rank
@@ -29,6 +35,9 @@ def replays(what: str, *, padded: bool = False, ordering: str = "none", **option
     if what == "grid":
         options["ordering"] = SPECS[ordering] and SPECS[ordering].ordering(dist.get_world_size() * ROWS)
         call = partial(ring_neighbourhood_attention, neighbourhood=Neighbourhood((32, 16), (5, 7)), **options)
+    elif what == "points":
+        cells = torch.cartesian_prod(torch.arange(32), torch.arange(16)).split(ROWS)[dist.get_rank()]
+        call = partial(ring_attend, pattern=PointShard(cells.to(device()), (5, 7)), **options)
     else:
         options |= {"transport": what, "kv_ordering": SPECS[ordering]}
         call = partial(ring_dilated_attention, pattern=PATTERN, **options)

@@ -432,6 +432,7 @@ CAPTURED = [
     {"what": "all_gather", "dropout_p": 0.3, "backend": "triton", "validate": False},
     {"what": "grid"},
     {"what": "grid", "ordering": "hilbert", "padded": True, "validate": False},
+    {"what": "points", "padded": True},
 ]
 CAPTURED = [["ring_graphs:replays", case] for case in CAPTURED] + [["ring_graphs:graphed_module", {}]]
 

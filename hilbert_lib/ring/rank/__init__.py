@@ -5,8 +5,8 @@ exchange   rows on their way between ranks, and the answers to them
 blocks     the dense attentions of shared segments
 local      the rank's own tensors by rows, and sums over them
 passes     its forward and backward
-halo       the same on a grid; `halo_layout` its part of that plan
-copies     rows of a grid by index: copied and summed
+halo       the same on a grid, and of points; `halo_layout` its part of that plan
+copies     rows of a grid and of points by index: copied and summed
 joint      extra queries over the cells of all ranks
 call       the patterns of a union one after the other
 """

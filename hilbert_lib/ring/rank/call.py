@@ -15,7 +15,7 @@ from hilbert_lib.ring.rank.halo import HaloJob
 
 
 class Passes(Protocol):
-    """The module that computes a job: `passes` along a sequence, `halo` on a grid."""
+    """The module that computes a job: `passes` along a sequence, `halo` on a grid and of points."""
 
     @staticmethod
     def results(tensors: Tensors, job: object, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Saved]: ...

@@ -1,4 +1,7 @@
-"""One rank's part of attention on a grid: the interior, rows of k and v on their way beside it, then the border."""
+"""One rank's part of attention on a grid: the interior, rows of k and v on their way beside it, then the border.
+
+Points have no interior: their one border holds all queries.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
