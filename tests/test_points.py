@@ -8,7 +8,7 @@ from oracle import points_seen
 
 from hilbert_lib import PointNeighbourhood
 from hilbert_lib.curves import curve_coordinates
-from hilbert_lib.curves.codes import hilbert_codes
+from hilbert_lib.curves.codes import hilbert_codes, morton_codes
 from hilbert_lib.patterns import point_lists
 from hilbert_lib.patterns.packed_lists import PackedLists
 
@@ -103,6 +103,12 @@ def test_codes_of_cells_follow_the_hilbert_curve(shape):
     path = cells[hilbert_codes(cells.T).argsort()]
     assert path.diff(dim=0).abs().sum(1).eq(1).all()
     assert hilbert_codes(cells.T).sort().values.equal(torch.arange(len(cells)))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 4, 4)])
+def test_codes_of_cells_follow_the_morton_curve(shape):
+    cells = curve_coordinates("morton", shape)
+    assert morton_codes(cells.T).equal(torch.arange(len(cells)))
 
 
 def test_codes_of_more_bits_than_a_number_has_are_coarse():

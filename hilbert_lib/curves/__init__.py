@@ -2,7 +2,7 @@
 
 hilbert      the recursion of the Hilbert curve
 kernels      the same on a GPU
-codes        places of single cells along the Hilbert curve of a cube
+codes        places of single cells along the Hilbert and the Morton curve of a cube
 coordinates  every curve, and its inverse
 """
 

@@ -1,4 +1,4 @@
-"""Places of single cells along the Hilbert curve of a cube, from their coordinates: without a table."""
+"""Places of single cells along the Hilbert and the Morton curve of a cube, from their coordinates: without a table."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,8 @@ def hilbert_codes(cells: Tensor) -> Tensor:
     >>> hilbert_codes(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])).tolist()
     [0, 1, 2, 3]
     """
-    axes, count = cells.shape
-    cells = cells.long()
-    bits = int(cells.amax()).bit_length() if count else 0
-    most = MOST_BITS // axes
-    if bits > most:
-        cells, bits = cells >> (bits - most), most
+    axes = cells.shape[0]
+    cells, bits = _of_most_bits(cells)
     lines = list(cells.unbind(0))
     for level in range(bits - 1, 0, -1):
         low = (1 << level) - 1  # the bits below this level
@@ -44,6 +40,27 @@ def hilbert_codes(cells: Tensor) -> Tensor:
     for level in range(bits - 1, 0, -1):
         turned = torch.where(((lines[-1] >> level) & 1).bool(), turned ^ ((1 << level) - 1), turned)
     return _interleaved([line ^ turned for line in lines], bits)
+
+
+def morton_codes(cells: Tensor) -> Tensor:
+    """The place of each cell along the Morton curve of the same cube: the bits of its coordinates in turn.
+
+    Arguments and result are as of `hilbert_codes`.
+
+    >>> morton_codes(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]])).tolist()
+    [0, 1, 2, 3]
+    """
+    cells, bits = _of_most_bits(cells)
+    return _interleaved(list(cells.unbind(0)), bits)
+
+
+def _of_most_bits(cells: Tensor) -> tuple[Tensor, int]:
+    # Coordinates without the bits that a code has no room for, and the number of their bits.
+    axes, count = cells.shape
+    cells = cells.long()
+    bits = int(cells.amax()).bit_length() if count else 0
+    most = MOST_BITS // axes
+    return (cells >> (bits - most), most) if bits > most else (cells, bits)
 
 
 def _interleaved(lines: list[Tensor], bits: int) -> Tensor:

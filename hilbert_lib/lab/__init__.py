@@ -8,6 +8,7 @@ baselines     other people's ways to dilated attention
 seeds         what the documents under examination published
 seed_kernel   their kernel pair
 samples       real input for notebooks
+clouds        made clouds of points: tissue, and a room
 
 How it is measured:
 
@@ -39,6 +40,7 @@ PUBLIC = {
     "hilbert_lib.attention.backends.registry": ("BACKENDS",),
     "hilbert_lib.checks": ("integer", "integers", "one_of", "positive"),
     "hilbert_lib.lab.baselines": ("BASELINES",),
+    "hilbert_lib.lab.clouds": ("CLOUDS", "made_room", "made_tissue"),
     "hilbert_lib.lab.environment": ("describe_environment", "say_hardware"),
     "hilbert_lib.lab.pairs": ("Side", "relative_difference", "run_back_to_back", "run_sides"),
     "hilbert_lib.lab.parameters": ("each", "pattern_of"),

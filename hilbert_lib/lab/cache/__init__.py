@@ -6,6 +6,7 @@ l2             what a cache of a given size can reuse
 predicted      what the hardware should count in one launch
 grid           how compact blocks of slots are on a grid
 neighbourhood  blocks touched, and rows exchanged, by a window on a grid
+points         tiles and blocks over points by order of work, and the neighbours that patches keep
 """
 
 from hilbert_lib.lazy import lazily
@@ -24,6 +25,15 @@ PUBLIC = {
         "count_lists",
         "count_used",
         "neighbourhood_orderings",
+    ),
+    "hilbert_lib.lab.cache.points": (
+        "WORK_ORDERS",
+        "block_words",
+        "count_kernels",
+        "count_lists",
+        "count_recall",
+        "point_orders",
+        "point_reach",
     ),
     "hilbert_lib.lab.cache.predicted": ("model_errors",),
     "hilbert_lib.lab.cache.sweeps": ("compared_orderings", "count_units", "saving_against_linear"),
