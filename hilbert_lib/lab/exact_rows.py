@@ -15,6 +15,7 @@ from hilbert_lib.lab.pairs import Results, relative_difference
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.points import PointNeighbourhood
 from hilbert_lib.patterns.union import Union
 
 Blocks = list[tuple[Tensor, Tensor, Tensor]]  # which of the queries, which keys, and which pairs of them attend
@@ -226,7 +227,7 @@ def _attending(pattern: Pattern, key: int, length: int, head: int, heads: int, *
         return torch.cat([_attending(part, key, **how) for part in pattern.patterns]).unique()
     if isinstance(pattern, HeadNeighbourhoods):
         return _attending(pattern.by_head[head], key, **how)
-    if isinstance(pattern, Neighbourhood):
+    if isinstance(pattern, Neighbourhood | PointNeighbourhood):
         return pattern.queries(key)
     if isinstance(pattern, DilatedPattern):
         return _attending_in_branches(pattern, key, **how)

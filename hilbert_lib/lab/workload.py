@@ -23,6 +23,7 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import FLOP_BACKWARD, FLOP_FORWARD, DilatedPattern, Work
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.points import ListedPairs, PointNeighbourhood
 from hilbert_lib.patterns.union import Union
 
 # Rows of each head that are held against float64. A key of a grid costs window**4 weights.
@@ -88,6 +89,8 @@ class Workload:
     @property
     def call(self) -> Request:
         """The request that the call makes of a backend."""
+        if isinstance(self.pattern, PointNeighbourhood):
+            return Request(ListedPairs(), scale=self.head_dim**-0.5, lists=self.pattern.list_tensors)
         start = None if self.queries is None else self.queries[0]
         return Request(self.pattern.of_heads(self.kv_heads), self.is_causal, self.head_dim**-0.5, query_start=start)
 
@@ -262,6 +265,8 @@ def _fields_of(pattern: Pattern) -> dict:
         return {"branches": " ".join(f"{w}:{r}" for w, r in pattern.branches)}
     if isinstance(pattern, Neighbourhood):
         return {"grid": list(pattern.shape), "window": list(pattern.window)}
+    if isinstance(pattern, PointNeighbourhood):
+        return {"points": pattern.lists.queries, "window": list(pattern.window)}
     if isinstance(pattern, Union):
         return {"union": [_fields_of(part) for part in pattern.patterns]}
     return {"attends": str(pattern)}

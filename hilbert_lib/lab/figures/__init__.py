@@ -7,6 +7,7 @@ curves    paths through grids
 patterns  who sees whom
 locality  what a branch reads of what is stored
 grids     what a block of queries reads on a grid
+clouds    points along an order, and what a block of them sees
 ring      what ranks send
 verdict   what is claimed beside what was measured
 """
@@ -14,6 +15,7 @@ verdict   what is claimed beside what was measured
 from hilbert_lib.lazy import lazily
 
 PUBLIC = {
+    "hilbert_lib.lab.figures.clouds": ("draw_clouds", "draw_reach", "draw_words"),
     "hilbert_lib.lab.figures.curves": ("draw_paths", "draw_volumes", "path_table"),
     "hilbert_lib.lab.figures.grids": ("draw_block_maps", "draw_idea", "draw_reads"),
     "hilbert_lib.lab.figures.locality": ("draw_reading", "draw_storage_map"),

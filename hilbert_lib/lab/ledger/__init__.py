@@ -17,7 +17,14 @@ from hilbert_lib.lazy import lazily
 PUBLIC = {
     "hilbert_lib.lab.ledger.answer": ("answers", "ledger_table", "ratio_cases"),
     "hilbert_lib.lab.ledger.documents": ("claim_table",),
-    "hilbert_lib.lab.ledger.kernels": ("CASE", "boxes_over_blocks", "grid_gains", "over_sequence"),
+    "hilbert_lib.lab.ledger.kernels": (
+        "CASE",
+        "boxes_over_blocks",
+        "grid_gains",
+        "over_lists",
+        "over_sequence",
+        "point_gains",
+    ),
     "hilbert_lib.lab.ledger.rerun": ("claim_pairs",),
     "hilbert_lib.lab.ledger.ring": ("overlap_and_scaling",),
 }

@@ -11,6 +11,7 @@ import pandas as pd
 
 from hilbert_lib.lab.cache.l2 import GPUS
 from hilbert_lib.lab.cache.neighbourhood import COMPACT, CURVES
+from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.cases import INTERVAL, counted
@@ -19,6 +20,7 @@ from hilbert_lib.lab.records import MACHINES, REPORTS, committed_records, read_r
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pair_table, pool_table
+from hilbert_lib.lab.sweeps.points import AS_GIVEN, ORDER_SWEEP, POINT_SWEEP
 from hilbert_lib.lab.tables import fused_name, ratio_table, side_table
 
 Records = list[dict]  # of a results.jsonl
@@ -86,6 +88,38 @@ def boxes_over_blocks(records: Records) -> pd.DataFrame:
     case = ["direction", "side", "window", "head_dim"]
     best = table.drop_duplicates(case)
     return best.assign(order=best.base)[[*case, "order", *INTERVAL]].reset_index(drop=True)
+
+
+def over_lists(records: Records, kernel: str) -> pd.DataFrame:
+    """Time of a rival on points, in its fastest order and block, over that of lists, forward and backward.
+
+    kernel: "blocks", "patches", "boxes" or "gather".
+    """
+    table = ratios(records, sweep=POINT_SWEEP, where=f"base.str.startswith('{kernel}')")
+    case = ["direction", "cloud", "points", "window", "head_dim"]
+    best = table.sort_values("value", kind="stable").drop_duplicates(case)
+    return best[[*case, "base", *INTERVAL]].reset_index(drop=True)
+
+
+def point_gains(records: Records) -> pd.DataFrame:
+    """Time of lists whose work goes row by row over that of other orders of work, forward. Empty without records.
+
+    An interval is of the two pairs with the library's own order that a value comes from.
+    """
+    case = ["cloud", "points", "window", "head_dim"]
+    columns = ["order", *case, *INTERVAL]
+    if not records:
+        return pd.DataFrame(columns=columns)
+    table = ratios(records, sweep=ORDER_SWEEP, where="direction == 'forward'")
+    names = table.base.str.removesuffix(AS_GIVEN)
+    table = table.assign(order=names)[table.base.str.endswith(AS_GIVEN)]
+    rows = table[table.order == "raster"]
+    own = rows.assign(order=HALVED)
+    others = table[table.order != "raster"].merge(rows[[*case, *INTERVAL]], on=case, suffixes=("_order", ""))
+    both = others[[*INTERVAL, *(f"{name}_order" for name in INTERVAL)]]
+    of_order = both.filter(like="_order").set_axis(INTERVAL, axis=1)
+    others[INTERVAL] = quotient(both[INTERVAL], of_order)
+    return pd.concat([own[columns], others[columns]], ignore_index=True)
 
 
 def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:

@@ -12,6 +12,7 @@ ring         07: what ranks measure
 ring_tables  07: what is planned
 ring_trace   07: the exchange in one call
 grids        08: kernels on a grid, with the tokens in every order
+points       13: attention over points by lists and by their rivals
 """
 
 from hilbert_lib.lazy import lazily
@@ -32,6 +33,21 @@ PUBLIC = {
     "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "single_branches"),
     "hilbert_lib.lab.sweeps.memory": ("graph_gains", "pair_table", "pool_comparison", "pool_table", "table_pairs"),
     "hilbert_lib.lab.sweeps.over_ranks": ("OverRanks",),
+    "hilbert_lib.lab.sweeps.points": (
+        "LIST_SWEEP",
+        "ORDER_SWEEP",
+        "POINT_SWEEP",
+        "PointWork",
+        "build_sides",
+        "by_blocks",
+        "by_boxes",
+        "by_gather",
+        "by_patches",
+        "compare_orders",
+        "compare_points",
+        "fits_boxes",
+        "parse_work",
+    ),
     "hilbert_lib.lab.sweeps.ring": ("run_works",),
     "hilbert_lib.lab.sweeps.ring_tables": ("PLANNED", "scaling_table", "spanning_pattern", "split_table"),
     "hilbert_lib.lab.sweeps.sequences": ("DENSE_RING", "GATHERED", "ORDERS", "SIDES"),
