@@ -55,6 +55,11 @@ CASES = {
         "08b_kernels_on_grids",
         {"works": ["6x10 5x3 1x8"], "repetitions": 3, "seconds": 0.05},
     ),
+    "few points, patches that do not divide them": (
+        "13_points",
+        {"drawn": 256, "query": 0, "tissue_window": 3, "room_window": 7, "counted": 1024, "patch_size": 300}
+        | {"works": ["room 100 3 1x8"], "repetitions": 3, "seconds": 0.05},
+    ),
 }
 
 
@@ -91,6 +96,8 @@ WRONG = {
     "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "block_sizes": [-1]},
     "08b_kernels_on_grids": {"works": ["8x8 0x9 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0}
     | {"sustained": ["8x8 3x3 2x16"]},
+    "13_points": {"drawn": 100, "query": 4096, "tissue_window": 4, "room_window": 0, "counted": 1, "patch_size": 1}
+    | {"works": ["room 64 4 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0},
 }
 
 

@@ -162,7 +162,7 @@ def point_reach(points: PointNeighbourhood, names: Sequence[str], query: int) ->
 
 
 def block_words(points: PointNeighbourhood, names: Sequence[str], query: int) -> pd.DataFrame:
-    """Who sees whom in the tiles of the block that holds a token, by order: order, query, key, of each pair.
+    """The pairs that attend in the tiles of the block that holds a token: order, query, key, of each pair and order.
 
     query: the place in the block, 0 to 63. key: the place in the block's tiles, one after the other.
     """

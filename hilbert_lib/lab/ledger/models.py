@@ -11,6 +11,7 @@ from hilbert_lib.lab.cache import sweeps
 from hilbert_lib.lab.cache.cache import LAYOUTS, LINE_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.lab.cache.l2 import hit_rates
 from hilbert_lib.lab.cache.neighbourhood import count_used
+from hilbert_lib.lab.cache.points import WORK_ORDERS, count_lists, count_recall
 from hilbert_lib.lab.ledger.cases import counted
 from hilbert_lib.lab.pairs import relative_difference
 from hilbert_lib.limits.estimate import estimate_memory
@@ -20,6 +21,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 LENGTH, SEGMENT, HEADS = 4096, 1024, 8
 DILATIONS, ROW_BYTES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256)
 ORDERS = ("linear", "hilbert")
+POINTS = 4096  # of each made cloud
 CACHE_KIB = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -36,6 +38,25 @@ def boxes_over_orders() -> pd.DataFrame:
     """The share of computed pairs that attend, boxes over FlexAttention's blocks in the best order, of users' grids."""
     used = count_used().pivot(index=["side", "window"], columns="order", values="used")
     return counted((used.boxes / used.drop(columns="boxes").max(axis=1)).rename("value").reset_index())
+
+
+def tiles_along_curves() -> pd.DataFrame:
+    """The share of the tiles' pairs that attend, by an order of work along a curve over row by row, of made clouds."""
+    case = ["cloud", "window"]
+    used = _points_by_order().pivot(index=case, columns="order", values="used")
+    gains = used.drop(columns="raster").div(used.raster, axis=0).stack().rename("value")
+    return counted(gains.reset_index())
+
+
+def lost_by_patches() -> pd.DataFrame:
+    """The share of the neighbours that patches of the Hilbert curve lose, of the same clouds and windows."""
+    recall = count_recall(POINTS, orders=["hilbert"])
+    return counted(recall[["cloud", "window"]], 1 - recall.recall)
+
+
+@cache
+def _points_by_order() -> pd.DataFrame:
+    return count_lists(POINTS, orders=[name for name in WORK_ORDERS if name != "random"])
 
 
 def hit_rate_gained(*, dilation: int) -> pd.DataFrame:

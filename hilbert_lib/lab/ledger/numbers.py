@@ -15,7 +15,7 @@ import pandas as pd
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.cache.neighbourhood import least_window
 from hilbert_lib.lab.environment import say_hardware
-from hilbert_lib.lab.ledger import kernels
+from hilbert_lib.lab.ledger import kernels, models
 from hilbert_lib.lab.ledger.answer import ROOT, answer
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
@@ -64,6 +64,7 @@ def numbers() -> dict[str, str]:
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     slots |= {**_saved(), **_claims(), **_causes()}
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
+    slots |= _points()
     slots["runs"] = _runs()
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
@@ -282,6 +283,14 @@ def _hidden_on_grids() -> dict[str, str]:
         "runs_forward_ms": f"{runs['forward_ms']:.2f}",
         "runs_exchange_ms": f"{runs['exchange_ms_forward']:.2f}",
     }
+
+
+def _points() -> dict:
+    """Points of each counted cloud; useful pairs in tiles along a curve over row by row; and neighbours that patches of
+    the Hilbert curve lose, in percent.
+    """
+    slots = {"points_counted": models.POINTS, **_ends("points_used", models.tiles_along_curves().value)}
+    return slots | _ends("points_lost", 100 * models.lost_by_patches().value, ".0f")
 
 
 def _claims() -> dict:

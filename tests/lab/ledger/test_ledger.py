@@ -23,7 +23,7 @@ from hilbert_lib.lab.records import CAME_FROM, committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.patterns.dilated import DilatedPattern
 
-COUNTS = {"K": 12, "C": 9, "M": 6, "R": 8, "B": 13, "S": 2, "G": 2}  # the documents' claims, by kind, and two of ours
+COUNTS = {"K": 12, "C": 9, "M": 6, "R": 8, "B": 13, "S": 2, "G": 3}  # the documents' claims, by kind, and three of ours
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ QUOTED = {
     "R5": [(1, inf)], "R6": [(1, inf)], "R7": [(-inf, 1.02)], "B1": [(1.20, inf)], "B2": [(5, inf)],
     "B4": [(1.08 - 0.03, inf)], "B5": [(0.98 - 0.05, 0.98 + 0.05), (1.01, inf), (1.01, inf)], "B6": [(1.01, inf)],
     "B7": [(1.01, inf)], "B8": [(1.01, inf)], "B9": [(-inf, 1e-12)], "B10": [(0.001, inf)], "B12": [(0.99, 1.01)],
-    "S2": [(-inf, 8e9 / 2**30), (1.01, inf)], "G1": [(1.01, inf)], "G2": [(1.01, inf)],
+    "S2": [(-inf, 8e9 / 2**30), (1.01, inf)], "G1": [(1.01, inf)], "G2": [(1.01, inf)], "G3": [(1.01, inf)],
 }  # fmt: skip
 SPOKEN = {"K9": ["dilation == 1", "dilation > 1 and length <= 16384", "dilation > 1 and length >= 32768"]}
 SPOKEN |= {"K8": ["length == 1024", "length == 2048", "length == 4096", "length >= 8192"]}

@@ -6,7 +6,7 @@ mappings     M: the tables of an order
 ring         R: several GPUs
 backends     B: backends, dtypes, buffers, CUDA graphs
 safety       S: limits of memory
-grids        G: two claims of our own
+grids        G: three claims of our own
 only         parameters that measure one sweep of a notebook alone
 
 A claim "holds" if all its cases do. If some do, `when` may state the condition; it counts only where most cases under

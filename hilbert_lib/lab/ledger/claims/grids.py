@@ -1,4 +1,4 @@
-"""Two claims of our own, of windows on grids."""
+"""Three claims of our own, of windows on grids and over points."""
 
 from hilbert_lib.lab.ledger import kernels, models
 from hilbert_lib.lab.ledger.claim import Band, Claim
@@ -31,5 +31,19 @@ CLAIMS = (
         measure=kernels.boxes_over_blocks,
         claimed=(Band(least=1.01),),
         verdict="holds",
+    ),
+    Claim(
+        "G3",
+        claim="over points tiles hold more useful pairs if the order of work follows a curve",
+        source="notebook 13",
+        question=(
+            "pairs that attend, of those in packed tiles of 64 queries by 64 keys: along Morton's, Hilbert's and the "
+            "library's own order over row by row, on a made slide and a made room of 4,096 points"
+        ),
+        quantity="share over share",
+        measure=models.tiles_along_curves,
+        claimed=(Band(least=1.01),),
+        verdict="holds",
+        note="counted; no time is measured yet",
     ),
 )
