@@ -155,9 +155,13 @@ def query_place(r0, r1, r2, entries0, entries1, entries2):
 
 
 @triton.jit
-def bias_of(head_bias, q_place, k_place, allowed):
-    """Bias of the pairs that attend, and 0 for the others; places broadcast to `allowed`."""
-    return tl.load(head_bias + (k_place - q_place), mask=allowed, other=0.0).to(tl.float32)
+def bias_of(head_bias, q_place, k_place, entries):
+    """Bias of pairs, whose places broadcast. A pair that does not attend has some entry of the table.
+
+    Entries are copied ahead, for which a mask of pairs would be computed anew. Bounds are two instructions.
+    """
+    entry = tl.minimum(tl.maximum(k_place - q_place, 0), entries - 1)  # [rows, columns]
+    return tl.load(head_bias + entry).to(tl.float32)
 
 
 @triton.jit
@@ -282,7 +286,8 @@ def query_kernel(
     if PART:  # a tile may hold no query
         span0 = tl.where(tl.max(exists.to(tl.int32), 0) > 0, span0, 0)
     if bias is not None:
-        head_bias = bias + h * (entries0 * entries1 * entries2)
+        entries = entries0 * entries1 * entries2
+        head_bias = bias + h * entries
         q_place = query_place(r0, r1, r2, entries0, entries1, entries2)  # [BLOCK_M]
     k_head, v_head = k + b * stride_kb + g * stride_kh, v + b * stride_vb + g * stride_vh
     cols = tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -320,7 +325,7 @@ def query_kernel(
                 entries1,
                 entries2,
             )  # [BLOCK_M, BLOCK_N]
-            bias_tile = bias_of(head_bias, q_place[:, None], k_place, allowed)  # [BLOCK_M, BLOCK_N]
+            bias_tile = bias_of(head_bias, q_place[:, None], k_place, entries)  # [BLOCK_M, BLOCK_N]
         if BACKWARD:
             acc = _gradients(
                 acc, q_tile, k_tile, v_tile, bias_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION
@@ -500,8 +505,8 @@ def key_kernel(
                     entries1,
                     entries2,
                 )  # [BLOCK_N, BLOCK_M]
-                head_bias = bias + h * (entries0 * entries1 * entries2)
-                bias_tile = bias_of(head_bias, q_place[None, :], k_place, allowed)  # [BLOCK_N, BLOCK_M]
+                entries = entries0 * entries1 * entries2
+                bias_tile = bias_of(bias + h * entries, q_place[None, :], k_place, entries)  # [BLOCK_N, BLOCK_M]
                 scores = scores * scale + bias_tile  # [BLOCK_N, BLOCK_M]
                 factor = 1.0
             weights = tl.where(

@@ -71,7 +71,8 @@ def pair_kernel(
     f2, k_cells2, _, _ = axis_box(boxes, n2, 2, 1, PART)
     tiles1, tiles2 = tiles_along(begin1, stop1, d1, T1), tiles_along(begin2, stop2, d2, T2)
     w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
-    head_bias = bias + h * (entries0 * entries1 * entries2)
+    entries = entries0 * entries1 * entries2
+    head_bias = bias + h * entries
     cells = tl.arange(0, BLOCK)  # [BLOCK] of a tile or of a block of keys
     cell0, cell1, cell2 = cells // (T1 * T2), cells // T2 % T1, cells % T2  # [BLOCK] each
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -131,7 +132,7 @@ def pair_kernel(
             delta_row = tl.load(delta + scalars, mask=exists, other=0.0)  # [BLOCK]
             q_place = query_place(r0, r1, r2, entries0, entries1, entries2)  # [BLOCK]
             k_place = place(k0, k1, k2, entries1, entries2)  # [BLOCK]
-            bias_tile = bias_of(head_bias, q_place[:, None], k_place[None, :], allowed)  # [BLOCK, BLOCK]
+            bias_tile = bias_of(head_bias, q_place[:, None], k_place[None, :], entries)  # [BLOCK, BLOCK]
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale + bias_tile  # [BLOCK, BLOCK]
             weights = tl.exp2(scores * LOG2_E - (lse_row * LOG2_E)[:, None])  # [BLOCK, BLOCK]
             slopes = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK, BLOCK]
