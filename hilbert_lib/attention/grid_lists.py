@@ -57,7 +57,7 @@ def blocking(patterns: Patterns, box: Box | None = None) -> Blocking:
 
     box: the cells of q; None for all. Cells of a block share their residues of every pattern's dilation.
 
-    >>> blocking((Neighbourhood((64, 64), 7),)).sides, blocking((Neighbourhood((64, 64), (1, 33)),)).sides
+    >>> blocking((Neighbourhood((64, 64), 9),)).sides, blocking((Neighbourhood((64, 64), (1, 33)),)).sides
     ((8, 8), (1, 64))
     """
     return _blocking(patterns, _all_cells(patterns) if box is None else box)

@@ -22,7 +22,7 @@ PUBLIC = {
         "block_shares",
         "count_blocks",
         "count_exchange",
-        "count_lists",
+        "count_grid_lists",
         "count_used",
         "neighbourhood_orderings",
     ),

@@ -85,7 +85,7 @@ def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USER
     return pd.DataFrame(rows, columns=["side", "window", "order", "used"])
 
 
-def count_lists(works: Sequence[tuple] = LISTED) -> pd.DataFrame:
+def count_grid_lists(works: Sequence[tuple] = LISTED) -> pd.DataFrame:
     """The packed lists of some grids, windows and dilations: their size, and the share of their pairs that attend.
 
     sides: of the blocks of queries. MiB: of the lists of both directions. KiB/query: the same for each cell. used: the

@@ -13,7 +13,7 @@ from oracle import mask_of
 
 from hilbert_lib import Neighbourhood, Ordering
 from hilbert_lib.attention import grid_lists
-from hilbert_lib.lab.cache import count_lists
+from hilbert_lib.lab.cache import count_grid_lists
 from hilbert_lib.patterns.neighbourhood import Axis
 from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
 
@@ -136,7 +136,7 @@ def test_blocks_are_the_rectangles_with_the_fewest_tiles():
 
 def test_the_table_of_the_page_is_counted():
     (table,) = re.findall(r"^```\n( +side .*?)^```", (DOCS / "lists.md").read_text(), re.M | re.S)
-    counted = count_lists().to_string(index=False)
+    counted = count_grid_lists().to_string(index=False)
     assert [line.split() for line in table.splitlines()] == [line.split() for line in counted.splitlines()]
 
 
