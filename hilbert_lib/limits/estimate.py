@@ -377,11 +377,12 @@ class _Alive(dispatch_mode()):
         self._on_cpu = device.type == "cpu"
         self._sizes = {id(x.untyped_storage()): 0 for x in inputs}
         self._now = self.peak = 0
+        self._layouts = {}  # of elementwise results, by operator and `_form` of its arguments
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator is _aten.nonzero.default:  # meta tensors have no values: none is taken as nonzero
             return torch.empty(0, args[0].dim(), dtype=torch.int64)
-        results = operator(*args, **(kwargs or {}))
+        results = self._run(operator, args, kwargs or {})
         is_table = any(isinstance(x, Tensor) and not x.is_meta for x in args)  # made on the host, for later calls too
         for x in leaves_of(results):
             if isinstance(x, Tensor) and x.is_meta and not is_table:
@@ -393,8 +394,36 @@ class _Alive(dispatch_mode()):
         self.peak = max(self.peak, self._now + (_inside(operator, args) if self._on_cpu else 0))
         return results
 
+    def _run(self, operator: Callable, args: tuple, kwargs: dict) -> object:
+        # Of many elementwise operators torch finds the result's layout in Python, which takes longer than all else.
+        form = _form(args) if torch.Tag.pointwise in operator.tags and not kwargs else None
+        if form is None:
+            return operator(*args, **kwargs)
+        key = operator, form
+        if key in self._layouts:
+            shape, stride, dtype = self._layouts[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = operator(*args)
+        storages = {id(x.untyped_storage()) for x in args if isinstance(x, Tensor)}
+        if isinstance(result, Tensor) and id(result.untyped_storage()) not in storages:
+            self._layouts[key] = result.shape, result.stride(), result.dtype
+        return result
+
     def _forget(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
+
+
+def _form(args: tuple) -> tuple | None:
+    """All that the layout of a result on the meta device hangs on; None of arguments of other kinds or devices."""
+    form = []
+    for x in args:
+        if isinstance(x, Tensor) and x.is_meta:
+            form.append((x.shape, x.stride(), x.dtype))
+        elif isinstance(x, bool | int | float | str | None):
+            form.append((type(x), x))
+        else:
+            return None
+    return tuple(form)
 
 
 def leaves_of(x: object) -> Iterator[object]:
