@@ -111,9 +111,12 @@ def compiled_code_is_forgotten():
     torch.compiler.reset()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def older_objects_apart():
-    """For tests that collect garbage often: what others left, torch's compiler too, is gone through once for all."""
+    """For tests that collect garbage: what others left, torch's compiler too, is gone through once for all.
+
+    Before each test, since the first one may load torch's compiler.
+    """
     gc.collect()
     gc.freeze()
 
