@@ -409,9 +409,9 @@ def unjoined_arrivals(ptx: str) -> int:
     return count
 
 
-def facts(name: str, architecture: int) -> dict:
-    """What a kernel's speed and exactness rest on, and a hash of its PTX."""
-    kernel, *rest = kernels_for(architecture)[name]
+def facts(name: str, call: tuple, architecture: int) -> dict:
+    """What a kernel's speed and exactness rest on, and a hash of its PTX. call: its value in `kernels_for`."""
+    kernel, *rest = call
     with redirect_stdout(StringIO()) as log:
         made = compiled(kernel, *rest, architecture)
     ptx = made.asm["ptx"]
@@ -446,11 +446,12 @@ if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True  # to standard output
     if sys.argv[1:]:
         architecture, which = int(sys.argv[1]), sys.argv[2]
-        names = kernels_for(architecture)
-        chosen = [name for name in names if name in SAMPLE] if which == "sample" else names
-        print(json.dumps({name: facts(name, architecture) for name in chosen}))
+        calls = kernels_for(architecture)
+        if which == "sample":
+            calls = {name: call for name, call in calls.items() if name in SAMPLE}
+        print(json.dumps({name: facts(name, call, architecture) for name, call in calls.items()}))
     else:
         print("triton", triton.__version__)
         for architecture in ARCHITECTURES:
-            for name in kernels_for(architecture):
-                print(facts(name, architecture)["hash"], flush=True)
+            for name, call in kernels_for(architecture).items():
+                print(facts(name, call, architecture)["hash"], flush=True)
