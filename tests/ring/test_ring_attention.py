@@ -25,6 +25,8 @@ from hilbert_lib.ring.rank.layout import Mail
 from hilbert_lib.ring.spread import ALONE, sequence_layout
 
 TOGETHER = 4  # ranks that are started once, for all tests of as many and of fewer
+# What torch.compile loads.
+COMPILER = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.pattern_matcher")
 AT_ONCE = 16  # ranks, in groups that share the calls on GPUs: a rank compiles one kernel after the other
 # Of a whole tensor of float64. The truth is rounded as well: on four GPUs 1.5e-14 was seen, on one of them 5e-15.
 ROUNDING = 2e-14
@@ -467,8 +469,7 @@ def _answers(ranks: int, backend: str) -> list[list]:
 def _all_answers(**waiting) -> list[dict] | RankError:
     calls = {str(ranks): calls_of(ranks, "gloo") for ranks in sorted(CALLS) if ranks <= TOGETHER}
     with pytest.MonkeyPatch.context() as patch:
-        # What compiles and what is interpreted.
-        fork_ranks(patch, ["torch._dynamo", *(["hastened"] if kernel_mode() == "interpreted" else [])])
+        fork_ranks(patch, ["ring_ranks", *COMPILER, *(["hastened"] if kernel_mode() == "interpreted" else [])])
         try:
             return run_ranks("ring_ranks:run_on_fewer", TOGETHER, {"calls": calls}, **waiting)
         except RankError as error:  # of every test that asks, without another start
