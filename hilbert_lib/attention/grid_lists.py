@@ -63,12 +63,14 @@ def blocking(patterns: Patterns, box: Box | None = None) -> Blocking:
     return _blocking(patterns, _all_cells(patterns) if box is None else box)
 
 
-def count_tiles(patterns: Patterns, box: Box | None = None, *, is_turned: bool = False, sides=None) -> int:
+def count_tiles(
+    patterns: Patterns, box: Box | None = None, *, is_turned: bool = False, sides: tuple[int, ...] | None = None
+) -> int:
     """The number of tiles of the lists, or of those turned round. sides: of other blocks than those of `blocking`."""
     cells = _all_cells(patterns)
     rows = cells if box is None else box
     blocks = _blocking(patterns, rows)
-    blocks = blocks if sides is None else blocks._replace(sides=tuple(sides))
+    blocks = blocks if sides is None else blocks._replace(sides=sides)
     return _count_tiles(patterns, blocks, *((cells, rows) if is_turned else (rows, cells)), is_turned)
 
 

@@ -88,7 +88,8 @@ class Request:
     # Of sequences that begin at rows which only the device knows: see `starts.py`.
     query_starts: Tensor | None = None  # (batch,) int32 or int64: query_start of each
     key_start: Tensor | None = None  # (batch,) likewise: the row of k at which each begins
-    # Of points: the four arrays of `PackedLists`, then those of the lists turned round where these are others.
+    # Of points: the four arrays of `PackedLists`, then those of the lists turned round where these are others. On grids
+    # "lists" makes them for its kernels.
     lists: tuple[Tensor, ...] = ()
     # What a choice hangs on besides, on grids.
     has_bias: bool = False  # whether there is a bias

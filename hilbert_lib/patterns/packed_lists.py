@@ -1,7 +1,7 @@
 """Packed lists: for each block of 64 queries the rows of all keys that any of them sees, and who sees whom.
 
     block 0   query_rows[0:64]     tiles starts[0] .. starts[1] - 1
-    tile t    key_rows[t]          64 rows of k, each once in its block; -1 for none
+    tile t    key_rows[t]          64 rows of k, -1 for none
               words[t, i]          bit j: whether query i of the block sees key j of the tile
 
 A kernel that reads lists knows no geometry: rows by number, and words.
@@ -29,7 +29,8 @@ class PackedLists:
 
     query_rows: Tensor  # (blocks * 64,) int32: the row of q of each query of a block, -1 past the end
     starts: Tensor  # (blocks + 1,) int32: the first tile of each block, and the end
-    key_rows: Tensor  # (tiles, 64) int32: rows of k and v, -1 for none; within a block each row occurs once
+    # (tiles, 64) int32: rows of k and v, -1 for none. Within a block each occurs once, of a union once a pattern.
+    key_rows: Tensor
     words: Tensor  # (tiles, 64) int64, by query of the block: bit j says whether it sees the tile's key j
     queries: int  # rows of q
     keys: int  # rows of k
