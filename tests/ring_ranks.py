@@ -791,8 +791,8 @@ def compare_on_points(
     points = shard_of_points(whole, rows)
     reached = oracle.points_seen(whole)[rows].any(0)
     reached[rows] = False
-    assert points.halo.travelling
-    assert sum(points.halo.received) == reached.sum(), "a row would travel that no query sees, or one would stay"
+    assert points.travelling.by_ranks
+    assert sum(points.travelling.received) == reached.sum(), "a row would travel that no query sees, or one would stay"
     if masks:
         masks["key_padding_mask"] = masks["key_padding_mask"][:, rows]
         masks = {name: mask.to(device()) for name, mask in masks.items()}
@@ -845,9 +845,14 @@ def promises_on_points() -> dict:
     found["a rank that reaches no loss is as one of gradient 0"] = all(map(torch.equal, *mute))
     (dq,) = torch.autograd.grad(ring_attend(*x, points).sum(), x[0], create_graph=True)
     found["no second derivative"] = "ring_attend can be differentiated once" in said_by(dq.sum().backward)
-    with noting([(Agreement, "lengths", "agree"), (halo, "exchange", "send")]) as events:
-        ring_attend(*x, points)
-    found["one agreement and one message"] = events == ["agree", "send"]
+    near = points_of("odd")
+    own = rows_of(near, [50, 40])
+    places = [(operators, "attention", "compute"), (Agreement, "lengths", "agree"), (halo, "exchange", "send")]
+    runs = shard_of_points(near, own)
+    with noting(places) as events:
+        ring_attend(*(each.detach()[:, : len(own)] for each in x), runs)
+    found["the interior begins before all agree"] = events == ["compute", "agree", "send", "compute"]
+    found["the border is what sees others"] = 0 < runs.counts[rank].border_queries < len(own)
     other = PointShard(points.coordinates, 5, points.batch)
     said = said_by(ring_attend, *x, points if rank else other)
     found["who has other points is named"] = "points must be the same on all ranks" in said and "window=(5, 5)" in said
@@ -907,7 +912,7 @@ def random_halos(seeds: int) -> list[int]:
         reached[rows] = False
         if (
             points.pairs != seen.sum()
-            or sum(points.halo.received) != reached.sum()
+            or sum(points.travelling.received) != reached.sum()
             or points.lengths[rank] != len(rows)
         ):
             wrong.append(seed)

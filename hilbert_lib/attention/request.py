@@ -60,7 +60,8 @@ class GridPart(NamedTuple):
     in_float: bool = False  # whether gradients of k and v are returned as they are summed, in float32 or float64
 
 
-POINTS_IN_FLOAT = GridPart((), (), (), in_float=True)  # all of some points, which lie on no grid
+# All of some points, which lie on no grid: their lists say which are computed.
+POINTS, POINTS_IN_FLOAT = GridPart((), (), ()), GridPart((), (), (), in_float=True)
 
 
 @dataclass(frozen=True, eq=False)

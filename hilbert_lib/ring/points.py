@@ -4,10 +4,11 @@ bounds      the least and the largest cell of all ranks
 boxes       what each 64 queries of a rank reach, sent to all: half a byte for each point
 candidates  the cells of a rank that lie in a box of another, sent to that one
 seen        which candidates any query there sees, sent back: their rows of k and v will travel in every call
+parts       the queries that see no others, computed while rows travel, and the border
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 from weakref import ref
 
 import torch
@@ -16,25 +17,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.checks import grouped
-from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists
+from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists, words_of
 from hilbert_lib.patterns.point_lists import FAR, Cells, boxes, in_order, meeting, reached
 from hilbert_lib.patterns.points import PointNeighbourhood, check_span, divided, lists_of
 from hilbert_lib.ring.agreement import Agreement, resolved
 from hilbert_lib.ring.plan.cost import Sizes
-from hilbert_lib.ring.plan.points import PointPlan
+from hilbert_lib.ring.plan.points import PointCounts, PointParts, PointPlan, Travelling
 from hilbert_lib.ring.rank.exchange import exchange
-from hilbert_lib.ring.rank.halo_layout import HaloLayout, layout_of_rows
+from hilbert_lib.ring.rank.halo_layout import HaloLayout, layout_of_points
 
 NOWHERE = torch.iinfo(torch.int64)  # bounds of a rank without points
-
-
-class Halo(NamedTuple):
-    """The points of a rank whose k and v travel, and how many come from other ranks."""
-
-    rows: Tensor  # (points,) int64, rows of this rank for the others, destination by destination
-    sent: tuple[int, ...]  # how many to each rank
-    received: tuple[int, ...]  # how many from each rank
-    travelling: dict[tuple[int, int], int]  # how many travel, by (source, destination)
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -47,6 +39,7 @@ class PointShard(PointNeighbourhood):
     other boxes around 64 queries, and the cells that lie in a box.
 
     Its lists are those of this rank's queries and of all keys that they see: this rank's points, then those of others.
+    Queries that see own keys alone are computed while rows travel.
 
     Args:
         coordinates: (n, axes) int32 or int64, this rank's cells, as its q, k and v are stored; there may be none. No
@@ -71,9 +64,9 @@ class PointShard(PointNeighbourhood):
     names_of_keys: ClassVar[tuple[str, str]] = "coordinates of all ranks", "batch"
     keys_in_words: ClassVar[str] = "its points and those of other ranks, which `ring_attend` brings here"
 
-    lengths: tuple[int, ...]  # points of each rank
-    halo: Halo
-    list_bytes: tuple[int, ...]  # of each rank's lists
+    counts: tuple[PointCounts, ...]  # of each rank
+    travelling: Travelling
+    parts: PointParts
     known_group: "ref[ProcessGroup]"
     _layouts: dict
 
@@ -99,16 +92,23 @@ class PointShard(PointNeighbourhood):
         lengths = Agreement(words, rows, refusal, group).lengths()
         clouds = coordinates.new_zeros(rows) if batch is None else batch
         cells = torch.cat([clouds.long()[:, None], coordinates.long()], 1)
-        halo, others, refusal = _halo_of(self, cells, lengths, group)
-        list_bytes = 0
+        travelling, others, refusal = _travelling(self, cells, lengths, group)
         try:
             if refusal is None:
                 self._set_lists(*self.lists_with(torch.cat([cells, others]) if len(others) else None))
-                list_bytes = sum(x.nbytes for x in self.list_tensors)
         except ValueError as error:
             refusal = error
-        list_bytes = Agreement({}, list_bytes, refusal, group).lengths()
-        self._set(lengths=lengths, halo=halo, list_bytes=list_bytes, known_group=ref(group), _layouts={})
+        Agreement({}, rows, refusal, group).lengths()  # raises if some rank has a refusal
+        parts = _parts(self, others)
+        counts = rows, len(parts.border_queries), len(parts.border_keys), _list_bytes(self, parts)
+        counts = _of_all_ranks(torch.tensor([counts], device=self.device), [1] * group.size(), group)
+        counts = tuple(PointCounts(*own) for own in counts.tolist())
+        self._set(counts=counts, travelling=travelling, parts=parts, known_group=ref(group), _layouts={})
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of points of each rank."""
+        return tuple(count.points for count in self.counts)
 
     def lists_with(self, keys: Tensor | None) -> tuple[PackedLists, PackedLists]:
         """The lists of these queries and of some keys (m, 1 + axes), their clouds first; None: of the points alone."""
@@ -125,7 +125,7 @@ class PointShard(PointNeighbourhood):
     def to(self, device: torch.device | str) -> Self:
         """The same points on a device, made once for each device."""
         copy = super().to(device)
-        for name in ("lengths", "halo", "list_bytes", "known_group", "_layouts"):
+        for name in ("counts", "travelling", "parts", "known_group", "_layouts"):
             copy._set(**{name: getattr(self, name)})
         return copy
 
@@ -144,23 +144,19 @@ class PointShard(PointNeighbourhood):
         """
         heads, kv_heads = grouped(heads, kv_heads)
         sizes = Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded)
-        return PointPlan(sizes, dtype, self.lengths, self.halo.travelling, self.list_bytes, self.window)
+        return PointPlan(sizes, dtype, self.counts, self.travelling.by_ranks, self.window)
 
     def layout(self, kv_heads: int, device: torch.device) -> HaloLayout:
         """This rank's part of a call, as index tensors."""
         key = kv_heads, device
         if key not in self._layouts:
-            halo = self.halo
-            rows = halo.rows.to(device)
-            self._layouts[key] = layout_of_rows(
-                len(self.coordinates), rows, halo.sent, halo.received, bool(halo.travelling), kv_heads
-            )
+            self._layouts[key] = layout_of_points(self.parts, self.travelling, kv_heads, device)
         return self._layouts[key]
 
 
-def _halo_of(
+def _travelling(
     points: PointShard, cells: Tensor, lengths: tuple[int, ...], group: ProcessGroup
-) -> tuple[Halo, Tensor, Exception | None]:
+) -> tuple[Travelling, Tensor, Exception | None]:
     # Which rows travel; the cells of other ranks that own queries see; and the error of this rank, which goes on so
     # that others do not wait. cells: those of this rank, (n, 1 + axes), their clouds first.
     ranks, device = group.size(), points.device
@@ -178,10 +174,10 @@ def _halo_of(
     sent = [int(own.sum()) for own in is_wanted.split(offered)]
     by_source = _of_all_ranks(torch.tensor([sent], device=device), ones, group).tolist()
     received = tuple(row[group.rank()] for row in by_source)
-    travelling = {}
+    by_ranks = {}
     for source, row in enumerate(by_source):
-        travelling |= {(source, destination): count for destination, count in enumerate(row) if count}
-    return Halo(rows[is_wanted], tuple(sent), received, travelling), candidates[is_seen], refusal
+        by_ranks |= {(source, destination): count for destination, count in enumerate(row) if count}
+    return Travelling(rows[is_wanted], tuple(sent), received, by_ranks), candidates[is_seen], refusal
 
 
 def _rows_in_reach(
@@ -235,3 +231,44 @@ def _seen(points: PointShard, candidates: Tensor) -> Tensor:
         rows = lists.key_rows.flatten()
         is_seen[rows[rows >= 0].long()] = True
     return is_seen
+
+
+def _parts(points: PointShard, others: Tensor) -> PointParts:
+    # The queries that see own keys alone, and the border. others: cells of other ranks that are keys, in the lists of
+    # points after the own ones.
+    lists, own = points.lists, len(points.coordinates)
+    none = lists.query_rows[:0].long()
+    if not len(others):
+        return PointParts(own, points.list_tensors, (), none, none)
+    is_theirs = lists.key_rows >= own
+    sees_theirs = (lists.words & words_of(is_theirs)[:, None]) != 0  # of each tile, each query of its block
+    in_border = torch.zeros(lists.blocks, BLOCK, dtype=torch.bool, device=points.device)
+    tile, place = sees_theirs.nonzero(as_tuple=True)
+    in_border[lists.tile_blocks[tile], place] = True
+    border_rows = lists.query_rows[in_border.flatten()]
+    tiles = in_border.any(1)[lists.tile_blocks].nonzero()[:, 0]
+    is_key = (lists.attends(tiles) & in_border[lists.tile_blocks[tiles], :, None]).any(1)
+    keys = lists.key_rows[tiles][is_key].long().unique()
+    queries, keys = border_rows.long().sort().values, keys[keys < own]
+    # Queries and keys that are none of the interior are no rows of its lists.
+    query_rows, key_rows = lists.query_rows.where(~in_border.flatten(), -1), lists.key_rows.where(~is_theirs, -1)
+    own_keys = points.turned.query_rows.where(points.turned.query_rows < own, -1)
+    interior = query_rows, lists.starts, key_rows, lists.words, own_keys, *points.turned.tensors[1:]
+    return PointParts(own, interior, _border_lists(points, queries, keys, others), queries, keys)
+
+
+def _border_lists(points: PointShard, queries: Tensor, keys: Tensor, others: Tensor) -> tuple[Tensor, ...]:
+    # The lists of some queries, given by their rows, over some own keys and then those of other ranks.
+    sides = {"keys": torch.cat([points.coordinates[keys].long(), others[:, 1:]])}
+    batch = None if points.batch is None else points.batch[queries]
+    if batch is not None:
+        sides["key_batch"] = torch.cat([points.batch[keys].long(), others[:, 0]])
+    return PointNeighbourhood(
+        points.coordinates[queries], points.window, batch, dilation=points.dilation, **sides
+    ).list_tensors
+
+
+def _list_bytes(points: PointShard, parts: PointParts) -> int:
+    # Of all lists, each tensor once.
+    tensors = {x.data_ptr(): x for x in (*points.list_tensors, *parts.interior, *parts.border)}
+    return sum(x.nbytes for x in tensors.values())

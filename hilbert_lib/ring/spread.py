@@ -246,7 +246,7 @@ class PointSpread:
     @property
     def words(self) -> dict[str, object]:
         """The options that ranks must agree on."""
-        return {"points": f"{self.points} of which {self.points.halo.travelling} travel"}
+        return {"points": f"{self.points} of which {self.points.travelling.by_ranks} travel"}
 
     def expected_lengths(
         self, tensors: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
@@ -264,12 +264,16 @@ class PointSpread:
     ) -> HaloJob:  # fmt: skip
         """The work of a rank."""
         layout = self.points.layout(tensors.k.shape[2], tensors.q.device)
-        names = []
+        interior = replace(request, part=layout.interior, lists=layout.interior_lists)
+        names = [_serving(tensors, interior, backend)]
         for border in layout.borders:
-            # k of this rank and of the others; without values
-            k = tensors.k.new_empty(()).expand(len(tensors.k), len(border.filled), *tensors.k.shape[2:])
-            names.append(_serving(tensors._replace(k=k), replace(request, part=border.part), backend))
-        return HaloJob(layout, request, "", tuple(names), ref(group))
+            queries = tensors.q.shape[1] if border.queries is None else len(border.queries)
+            sizes = queries, len(border.filled)
+            rows = zip((tensors.q, tensors.k), sizes, strict=True)
+            q, k = (x.new_empty(()).expand(len(x), count, *x.shape[2:]) for x, count in rows)  # without values
+            part = replace(request, part=border.part, lists=border.lists)
+            names.append(_serving(tensors._replace(q=q, k=k), part, backend))
+        return HaloJob(layout, request, names[0], tuple(names[1:]), ref(group))
 
 
 Spread = SequenceSpread | GridSpread | PointSpread

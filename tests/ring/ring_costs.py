@@ -203,7 +203,8 @@ def peak_memory_on_points(lengths: list[int]) -> list[list[int]]:
     """`peak_memory_on_grid` of points."""
     whole = PointNeighbourhood(torch.cartesian_prod(torch.arange(96), torch.arange(64)), 9)
     points = shard_of_points(whole, rows_of(whole, lengths))
-    return _peak_of_halo(points, ring_attend, lengths[dist.get_rank()], points.plan)
+    counts = points.counts[dist.get_rank()]
+    return _peak_of_halo(points, ring_attend, counts.points, points.plan, counts.list_bytes)
 
 
 def peak_memory_on_grid(shards: dict) -> list[list[int]]:
@@ -214,7 +215,7 @@ def peak_memory_on_grid(shards: dict) -> list[list[int]]:
     return _peak_of_halo(near, call, spread.count(near.shape, dist.get_rank()), partial(plan_halo, near, spread))
 
 
-def _peak_of_halo(pattern, attend, rows: int, plan) -> list[list[int]]:
+def _peak_of_halo(pattern, attend, rows: int, plan, list_bytes: int = 0) -> list[list[int]]:
     # Stand-ins allocate what kernels return, and compute nothing.
     sizes, rank = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}, dist.get_rank()
     *leaves, dout = (torch.zeros(1, rows, n, 64, dtype=torch.bfloat16, device=device()) for n in (4, 2, 2, 4))
@@ -236,7 +237,7 @@ def _peak_of_halo(pattern, attend, rows: int, plan) -> list[list[int]]:
         out, forward = with_peak(call)
         received = out.grad_fn.saved_tensors[8].nbytes
         _, backward = with_peak(partial(torch.autograd.grad, out, leaves, dout))
-    held = sum(x.nbytes for x in [*leaves, *getattr(pattern, "list_tensors", ())])
+    held = sum(x.nbytes for x in leaves) + list_bytes
     lse = 4 * rows * 4
     cost = plan(batch=1, **sizes).ranks[rank]
     return [

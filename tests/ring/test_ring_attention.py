@@ -301,8 +301,10 @@ POINTS = {
         {"kind": "odd", "lengths": [60, 30]},
         {"kind": "even", "lengths": [30, 70], "heads": [4, 2], "more": "extra and padding"},
         {"kind": "clouds", "lengths": [50, 40], "heads": [4, 1], "more": "extra", "dtype": "bfloat16"},
-        {"kind": "odd", "lengths": [45, 45], "heads": [4, 2], "more": "padding", "dtype": "float32"}
-        | {"backend": "triton", "by_kernel": True},
+        {"kind": "odd", "lengths": [45, 45], "heads": [4, 2], "dtype": "float32", "backend": "triton"}
+        | {"more": "extra and padding", "by_kernel": True},
+        {"kind": "odd", "lengths": [70, 20], "heads": [4, 2], "dtype": "bfloat16", "backend": "triton"}
+        | {"more": "extra"},
     ],
     3: [
         {"kind": "clouds", "lengths": [50, 0, 40], "heads": [4, 2], "more": "extra and padding"},
@@ -544,7 +546,7 @@ def test_of_points_too(ranks, backend):
 def test_promises_of_points_are_kept(backend):
     for found in answers(2, "promises_on_points", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
-        assert len(found) == 19
+        assert len(found) == 20
     assert max(answers(2, "a_row_is_dropped", {}, backend)) > 1e-2  # so a fault would be seen
 
 

@@ -1,25 +1,55 @@
-"""The cost of rows of k and v that travel between ranks that share points."""
+"""Rows of k and v that travel between ranks that share points: what a rank computes with them, and what they cost."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 from hilbert_lib.ring.plan.halo import ExchangePlan
+
+
+class Travelling(NamedTuple):
+    """The points whose k and v travel, as a rank has them."""
+
+    rows: Tensor  # (points,) int64, rows of this rank for the others, destination by destination
+    sent: tuple[int, ...]  # how many to each rank
+    received: tuple[int, ...]  # how many from each rank
+    by_ranks: dict[tuple[int, int], int]  # how many travel, by (source, destination)
+
+
+class PointParts(NamedTuple):
+    """The queries of a rank: those that see own keys alone, and the border. Lists are those of a `Request`."""
+
+    queries: int  # of both
+    interior: tuple[Tensor, ...]  # lists over own keys. Turned round they hold the border's queries, too
+    border: tuple[Tensor, ...]  # lists of queries by place in the border, over its own keys and then those received
+    border_queries: Tensor  # (n,) int64, ascending: their rows
+    border_keys: Tensor  # (m,) int64, ascending: rows of own keys that they see
+
+
+class PointCounts(NamedTuple):
+    """The numbers of a rank."""
+
+    points: int
+    border_queries: int
+    border_keys: int  # own ones
+    list_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class PointPlan(ExchangePlan):
     """The plan that `PointShard.plan` made, of all ranks. Its table has a line for each."""
 
-    lengths: tuple[int, ...]  # points of each rank
+    counts: tuple[PointCounts, ...]  # of each rank
     points_that_travel: dict[tuple[int, int], int]  # by (source, destination)
-    list_bytes: tuple[int, ...]  # of each rank's lists
     window: tuple[int, ...]
 
-    how = "all queries, when the rows have come"
+    how = "queries that see keys of other ranks when these have come"
 
     @property
     def rank_count(self) -> int:
         """The number of ranks."""
-        return len(self.lengths)
+        return len(self.counts)
 
     @property
     def rows(self) -> dict[tuple[int, int], int]:
@@ -28,23 +58,24 @@ class PointPlan(ExchangePlan):
 
     def cells(self, rank: int) -> int:
         """The number of points that a rank holds."""
-        return self.lengths[rank]
+        return self.counts[rank].points
 
     def interior_queries(self, rank: int) -> int:
-        """None: all queries wait for the rows of other ranks."""
-        return 0
+        """The number of a rank's queries that are computed while rows travel."""
+        return self.counts[rank].points - self.counts[rank].border_queries
 
     def borders(self, rank: int) -> list[tuple[int, int]]:
-        """Numbers of queries and of keys of the one call."""
+        """Numbers of queries and of keys of the call that waits for rows of other ranks, if there is one."""
+        _, queries, keys, _ = self.counts[rank]
         into = sum(count for (_, to), count in self.points_that_travel.items() if to == rank)
-        return [(self.lengths[rank], self.lengths[rank] + into)] if self.lengths[rank] else []
+        return [(queries, keys + into)] if queries else []
 
     def tables(self, rank: int) -> int:
         """Bytes of a rank's lists."""
-        return self.list_bytes[rank]
+        return self.counts[rank].list_bytes
 
     @property
     def head(self) -> str:
         """The first line of the table."""
-        window = " x ".join(map(str, self.window))
-        return f"{sum(self.lengths):,} points on {self.rank_count} ranks, window {window}, {self.sizes_in_words}"
+        window, points = " x ".join(map(str, self.window)), sum(count.points for count in self.counts)
+        return f"{points:,} points on {self.rank_count} ranks, window {window}, {self.sizes_in_words}"

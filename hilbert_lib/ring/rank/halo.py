@@ -1,6 +1,6 @@
 """One rank's part of attention on a grid: the interior, rows of k and v on their way beside it, then the border.
 
-Points have no interior: their one border holds all queries.
+Of points the interior is the queries that see own keys alone, as its lists say, and there is one border.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,8 @@ def results(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tupl
     packed = _packed(tensors.k, tensors.v, job)  # first: these small kernels would find no room beside the interior
     beside = Beside(q.device)
     if layout.interior:
-        out, lse = operators.attention(tensors, replace(job.request, part=layout.interior), job.backend)
+        request = replace(job.request, part=layout.interior, lists=layout.interior_lists)
+        out, lse = operators.attention(tensors, request, job.backend)
     confirm()
     with beside:
         received, padding = _received(packed, job)
@@ -68,8 +69,9 @@ def gradients(
     received, padding = saved["received"], saved.get("padding")
     beside = Beside(dout.device)
     if layout.interior:
-        request = replace(job.request, part=layout.interior)
-        grads = operators.attention_backward(dout, tensors, out, lse, request, job.backend, dlse)
+        request = replace(job.request, part=layout.interior, lists=layout.interior_lists)
+        own_lse, own_dlse = _of_interior(lse, dlse, layout)
+        grads = operators.attention_backward(dout, tensors, out, own_lse, request, job.backend, own_dlse)
         bias_grads.append(grads.bias)
         dq, *grads = grads.with_rows
     with beside:
@@ -94,6 +96,17 @@ def gradients(
     for grad, extra_grad in zip(grads[2:], extra, strict=True):
         grad.add_(extra_grad)
     return Tensors(dq, *grads, _bias_sum(bias_grads, tensors.bias))
+
+
+def _of_interior(lse: Tensor, dlse: Tensor | None, layout: HaloLayout) -> tuple[Tensor, Tensor | None]:
+    # Those of the interior's backward. Of points, the lists that are turned round hold the border's queries, too: with
+    # an lse of +inf these have no weight.
+    if not layout.interior_lists:
+        return lse, dlse
+    for border in layout.borders:
+        lse = lse.index_fill(2, border.queries, torch.inf)
+        dlse = None if dlse is None else dlse.index_fill(2, border.queries, 0.0)
+    return lse, dlse
 
 
 def _bias_sum(bias_grads: list[Tensor], bias: Tensor | None) -> Tensor | None:
@@ -162,5 +175,5 @@ def _framed(
         places, rows = border.their_rows
         mask = mask.index_select(1, border.filled)
         mask[:, places // k.shape[2]] = padding[rows].bool().T
-    border_request = replace(request, part=border.part, slots=border.slots, key_padding_mask=mask)
+    border_request = replace(request, part=border.part, slots=border.slots, lists=border.lists, key_padding_mask=mask)
     return Tensors(q, *frames, *extra, tensors.bias), border_request, query_rows, lse

@@ -7,8 +7,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.request import POINTS_IN_FLOAT, GridPart
+from hilbert_lib.attention.request import POINTS, POINTS_IN_FLOAT, GridPart
 from hilbert_lib.ring.plan.halo import HaloPlan, Slab
+from hilbert_lib.ring.plan.points import PointParts, Travelling
 from hilbert_lib.ring.plan.shards import Box, Runs, positions
 
 
@@ -27,6 +28,7 @@ class Border:
     frame: Tensor  # of each row of KV heads in the frame the shard's, or -2 - n for received row n, or -1 for none
     touched: Tensor  # of each touched row of the shard the frame's, or -1
     received: Tensor  # of each received row the row of KV heads in the frame, or -1
+    lists: tuple[Tensor, ...] = ()  # of points, as in `Request`: of its queries and the rows of its frame
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,7 @@ class HaloLayout:
     # The same as a kernel looks it up.
     packed: Tensor  # of each row sent the row of KV heads in the shard
     returned: Tensor  # (rows of heads touched, columns): which of those sent each one is, rank after rank, or -1
+    interior_lists: tuple[Tensor, ...] = ()  # of points, as in `Request`
 
     @cached_property
     def answers(self) -> tuple[tuple[slice, Tensor], ...]:
@@ -93,42 +96,46 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
     )
 
 
-def layout_of_rows(
-    own: int, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], travels: bool, kv_heads: int
-) -> HaloLayout:
-    """A rank's part where its keys are its own rows and then those received, and all KV heads of a row travel.
+def layout_of_points(parts: PointParts, travelling: Travelling, kv_heads: int, device: torch.device) -> HaloLayout:
+    """A rank's part of points: an interior, and one border, in whose frame own keys stand before received ones.
 
-    own: rows of this rank. rows: (rows sent,) int64, destination by destination. sent, received: how many to each rank,
-    and from each. travels: whether any rank sends anything.
+    All KV heads of a point travel.
+    It has no border where no query sees a key of another rank, and no interior where all do.
     """
-    device, arriving = rows.device, sum(received)
-    own_rows = torch.arange(own, device=device)
-    own_by_head, received_by_head = (torch.arange(n * kv_heads, device=device) for n in (own, arriving))
-    their_places = own * kv_heads + received_by_head
+    queries, keys = parts.border_queries.to(device), parts.border_keys.to(device)
+    rows = travelling.rows.to(device)
+    arriving, touched = sum(travelling.received), torch.cat([rows, keys]).unique()
+    heads = torch.arange(kv_heads, device=device)
+    received = torch.arange(arriving * kv_heads, device=device)
+    their_places = len(keys) * kv_heads + received
+    places = torch.arange(len(keys), device=device)
+    has_interior = len(queries) < parts.queries
     border = Border(
         POINTS_IN_FLOAT,
         slots=None,
-        queries=None,
-        filled=torch.cat([own_rows, own_rows.new_zeros(arriving)]),
-        own_rows=(own_rows, own_rows),
-        their_rows=(their_places, received_by_head),
+        queries=queries if has_interior else None,
+        filled=torch.cat([keys, keys.new_zeros(arriving)]),
+        own_rows=(places, torch.searchsorted(touched, keys)),
+        their_rows=(their_places, received),
         lacking=None,
-        frame=torch.cat([own_by_head, -2 - received_by_head]),
-        touched=own_rows,
+        frame=torch.cat([(keys[:, None] * kv_heads + heads).flatten(), -2 - received]),
+        touched=torch.full_like(touched, -1).index_copy_(0, torch.searchsorted(touched, keys), places),
         received=their_places,
+        lists=tuple(x.to(device) for x in parts.border),
     )
-    heads = torch.arange(kv_heads, device=device).repeat(len(rows))
-    by_head = rows.repeat_interleave(kv_heads) * kv_heads + heads
+    sent_rows, sent_heads = rows.repeat_interleave(kv_heads), heads.repeat(len(rows))
+    returned = torch.searchsorted(touched, sent_rows) * kv_heads + sent_heads
     return HaloLayout(
-        interior=None,
-        borders=(border,) if own else (),
-        touched=own_rows,
-        rows=torch.stack([by_head // kv_heads, heads, by_head]),
-        sent=tuple(count * kv_heads for count in sent),
-        received=tuple(count * kv_heads for count in received),
-        travels=travels,
-        packed=by_head,
-        returned=_columns(by_head, own * kv_heads),
+        interior=POINTS if has_interior else None,
+        borders=(border,) if len(queries) else (),
+        touched=touched,
+        rows=torch.stack([sent_rows, sent_heads, returned]),
+        sent=tuple(count * kv_heads for count in travelling.sent),
+        received=tuple(count * kv_heads for count in travelling.received),
+        travels=bool(travelling.by_ranks),
+        packed=sent_rows * kv_heads + sent_heads,
+        returned=_columns(returned, len(touched) * kv_heads),
+        interior_lists=tuple(x.to(device) for x in parts.interior),
     )
 
 
