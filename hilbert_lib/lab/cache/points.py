@@ -240,8 +240,8 @@ def count_kernels(
 
 def _kernel_counts(points: PointNeighbourhood, size: int) -> dict[str, dict[str, float]]:
     lists, orders, count = points.lists, point_orders(points), len(points.coordinates)
-    tiles, size = lists.tiles / lists.blocks, min(size, count)
-    counts = {"lists": {"products": tiles * BLOCK, "rows": tiles, "kept": 1.0}}
+    tiles_of_block, size = lists.tiles / lists.blocks, min(size, count)
+    counts = {"lists": {"products": tiles_of_block * BLOCK, "rows": tiles_of_block, "kept": 1.0}}
     recall = patch_recall(points, orders["hilbert"], size)
     counts["patches, hilbert"] = {"products": float(size), "rows": size / FLEX_BLOCK, "kept": recall}
     for name in ("hilbert", "raster"):

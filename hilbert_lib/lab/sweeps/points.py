@@ -166,8 +166,10 @@ def by_patches(work: Workload, order: str = "hilbert", size: int = PATCH) -> Ker
     size = min(size, work.length)
     starts = patch_starts(work.length, size, work.device)
     rows = place[(starts[:, None] + torch.arange(size, device=work.device)).flatten()]
+    is_last = torch.arange(work.length, device=work.device) >= len(rows) - size  # of tokens by their place
     slots = torch.empty_like(place)
-    slots[rows.flip(0)] = torch.arange(len(rows), device=work.device).flip(0)  # the first place of a token is its own
+    # The last patch begins with tokens of the one before, whose outputs are taken from there.
+    slots[place] = torch.arange(work.length, device=work.device) + is_last * (len(rows) - work.length)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         patches = (x.unflatten(1, (-1, size))[0].transpose(1, 2) for x in (q, k, v))
@@ -257,10 +259,14 @@ def _window_rule(points: PointNeighbourhood, order: Tensor) -> Callable:
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own, other = codes[query], codes[key]
-        attends = query == query
+        by_axis = []
         for shift, width, reach in zip(shifts, bits, reaches, strict=True):
             low = (1 << width) - 1
-            attends = attends & ((((own >> shift) & low) - ((other >> shift) & low)).abs() <= reach)
+            apart = ((own >> shift) & low) - ((other >> shift) & low)
+            by_axis.append(apart.abs() <= reach)
+        attends = by_axis[0]
+        for on_axis in by_axis[1:]:
+            attends = attends & on_axis
         return attends
 
     return seen
