@@ -6,11 +6,15 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
+import oracle
 import pandas as pd
 import pytest
 from lru import Lru
 from made_up import answered_by, comparison
 
+from hilbert_lib import PointNeighbourhood
+from hilbert_lib.lab.cache.points import point_orders
+from hilbert_lib.lab.clouds import CLOUDS
 from hilbert_lib.lab.ledger import kernels, models, ring
 from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.ordering import Ordering
@@ -201,3 +205,21 @@ def test_shares_of_boxes_are_over_those_of_the_best_order(monkeypatch):
     table = pd.DataFrame({"side": 8, "window": 3, "order": list(used), "used": list(used.values())})
     monkeypatch.setattr(models, "count_used", lambda: table)
     assert models.boxes_over_orders().value.tolist() == [pytest.approx(1.5)]
+
+
+def test_tiles_along_curves_and_losses_of_patches_are_those_of_loops(monkeypatch):
+    monkeypatch.setattr(models, "POINTS", 150)
+    monkeypatch.setattr(models, "_points_by_order", models._points_by_order.__wrapped__)
+    cases = models.tiles_along_curves()
+    assert len(cases) == 2 * 4 * 3
+    for (cloud, window), gains in cases.groupby(["cloud", "window"]):
+        points = PointNeighbourhood(CLOUDS[cloud](150), window)
+        seen = oracle.points_seen(points)
+        tiles = {}
+        for name, order in point_orders(points).items():
+            keys = [int(seen[block].any(0).sum()) for block in order.split(64)]
+            tiles[name] = sum(-(-count // 64) for count in keys)
+        assert {case.order: case.value for case in gains.itertuples()} == pytest.approx(
+            {name: tiles["raster"] / tiles[name] for name in ("morton", "hilbert", "hilbert, halved")}
+        )
+    assert models.lost_by_patches().value.tolist() == [0] * 8  # one patch holds all

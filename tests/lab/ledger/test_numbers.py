@@ -7,7 +7,8 @@ from math import inf, nan
 
 import pytest
 
-from hilbert_lib.lab.ledger.answer import ROOT
+from hilbert_lib.lab.cache.points import count_recall
+from hilbert_lib.lab.ledger.answer import ROOT, answers
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.ledger.numbers import SLOT, fill, filled_texts, numbers
@@ -113,6 +114,14 @@ def test_the_narrowest_window_that_was_timed_is_wider_than_those_where_raster_is
     narrowest = min(int(side) for window in windows for side in window.split(" x ")[-2:])
     assert numbers()["timed_window"] == str(narrowest)
     assert int(numbers()["least_window_128"]) < int(numbers()["least_window_64"]) < narrowest
+
+
+def test_what_is_counted_over_points_is_what_the_cases_of_the_claim_say():
+    cases = answers()["G3"].cases.value
+    assert (numbers()["points_used_low"], numbers()["points_used_high"]) == (f"{cases.min():.2f}", f"{cases.max():.2f}")
+    recall = count_recall(int(numbers()["points_counted"].replace(",", "")), orders=["hilbert"]).recall
+    lost = [f"{100 * (1 - share):.0f}" for share in (recall.max(), recall.min())]
+    assert [numbers()["points_lost_low"], numbers()["points_lost_high"]] == lost
 
 
 def test_what_another_program_makes_is_told_of_every_record_of_it():
