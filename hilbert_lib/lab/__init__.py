@@ -7,14 +7,16 @@ exact_rows    a few rows of attention and of its gradients in float64
 baselines     other people's ways to dilated attention
 seeds         what the documents under examination published
 seed_kernel   their kernel pair
-samples       real input for notebooks
+samples       input for notebooks: text, pictures, made slides
 clouds        made clouds of points: tissue, and a room
+models        small models of bytes, pictures and slides
 
 How it is measured:
 
 timers        the clocks of the host and of a CUDA device
 timing        samples of one call, and of two in turn
 sustained     calls back to back
+training      small models trained, and what they lose on what they have not seen
 pairs         calls checked, compared, timed and recorded
 selection     a backend chosen by measurement
 guarded       points in processes of their own, within limits of memory and time
@@ -42,6 +44,7 @@ PUBLIC = {
     "hilbert_lib.lab.baselines": ("BASELINES",),
     "hilbert_lib.lab.clouds": ("CLOUDS", "made_room", "made_tissue"),
     "hilbert_lib.lab.environment": ("describe_environment", "say_hardware"),
+    "hilbert_lib.lab.models": ("rollout",),
     "hilbert_lib.lab.pairs": ("Side", "relative_difference", "run_back_to_back", "run_sides"),
     "hilbert_lib.lab.parameters": ("each", "pattern_of"),
     "hilbert_lib.lab.records": (
@@ -58,6 +61,7 @@ PUBLIC = {
     "hilbert_lib.lab.tables": ("both_ways", "fused_name", "ratio_table", "side_table", "sides_of"),
     "hilbert_lib.lab.timers": ("timer_of",),
     "hilbert_lib.lab.timing": ("Case", "compare_paired", "measure"),
+    "hilbert_lib.lab.training": ("curve_table", "fit", "learning_table", "run_trainings"),
     "hilbert_lib.lab.workload": ("Workload", "fused_backend", "grid"),
     "hilbert_lib.machine": ("kernel_mode", "prepare_kernels"),
 }

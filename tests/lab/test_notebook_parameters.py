@@ -55,6 +55,11 @@ CASES = {
         "08b_kernels_on_grids",
         {"works": ["6x10 5x3 1x8"], "repetitions": 3, "seconds": 0.05},
     ),
+    "all ways to attend to text, an odd slide": (
+        "10_in_a_model",
+        {"text_attentions": ["dilated", "dense", "windows", "itself alone"], "context_lengths": [100], "layers": 2}
+        | {"first_segment": 30, "heads": 3, "slide": [9, 64, 1]},
+    ),
     "few points, patches that do not divide them": (
         "13_points",
         {"drawn": 256, "query": 0, "tissue_window": 3, "room_window": 7, "counted": 1024, "patch_size": 300}
@@ -96,6 +101,9 @@ WRONG = {
     "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "block_sizes": [-1]},
     "08b_kernels_on_grids": {"works": ["8x8 0x9 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0}
     | {"sustained": ["8x8 3x3 2x16"]},
+    "10_in_a_model": {"text_attentions": ["dilated"], "steps": 0, "text_length": 4, "text_width": 24, "layers": 0}
+    | {"picture_side": 4, "context_lengths": [8], "first_segment": 0, "heads": 0, "head_dim": 7, "dtype": "half"}
+    | {"slide": [16, 60, 2]},
     "13_points": {"drawn": 100, "query": 4096, "tissue_window": 4, "room_window": 0, "counted": 1, "patch_size": 1}
     | {"works": ["room 64 4 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0},
 }

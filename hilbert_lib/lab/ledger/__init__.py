@@ -6,6 +6,7 @@ answer      what was found of a claim, and the verdict that its cases give
 cases       the table of a claim's cases
 kernels     cases from the records of times on one GPU: layouts, backends, graphs, pools
 models      cases that are computed anywhere: cache lines, memory, kernels on reordered keys
+learning    cases of models that learn
 ring        cases of several ranks, planned and measured
 documents   the pairs that some claims time by themselves
 rerun       measuring a claim again
@@ -15,7 +16,7 @@ numbers     the numbers that README and notebooks tell, by name, in sentences wr
 from hilbert_lib.lazy import lazily
 
 PUBLIC = {
-    "hilbert_lib.lab.ledger.answer": ("answers", "ledger_table", "ratio_cases"),
+    "hilbert_lib.lab.ledger.answer": ("answers", "judged", "ledger_table", "ratio_cases"),
     "hilbert_lib.lab.ledger.documents": ("claim_table",),
     "hilbert_lib.lab.ledger.kernels": (
         "CASE",

@@ -98,6 +98,12 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
     return Answer(claim, verdict, _value(cases), cases, run, left_out)
 
 
+def judged(name: str, records: list[dict]) -> tuple[str, pd.DataFrame]:
+    """The verdict that records which were just measured give on a claim, and its cases: `judge`."""
+    claim = LEDGER[name]
+    return judge(claim.measure(records), claim.claimed, claim.when)
+
+
 def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: When | None = None) -> tuple[str, pd.DataFrame]:
     """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
 

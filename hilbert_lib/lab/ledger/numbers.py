@@ -62,7 +62,7 @@ def numbers() -> dict[str, str]:
     slots |= {**_orders(committed_records(ORDERS)), **_speeds(fused), **_long(fused)}
     slots |= {**_ring(ring), **both[runs["07_both"]]}
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
-    slots |= {**_saved(), **_claims(), **_causes()}
+    slots |= {**_saved(), **_claims(), **_causes(), **_learning()}
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
     slots |= _points()
     slots["runs"] = _runs()
@@ -291,6 +291,21 @@ def _points() -> dict:
     """
     slots = {"points_counted": models.POINTS, **_ends("points_used", models.tiles_along_curves().value)}
     return slots | _ends("points_lost", 100 * models.lost_by_patches().value, ".0f")
+
+
+def _learning() -> dict[str, str]:
+    """Held-out losses of models that learn and of their twins, and the smallest difference over the spread of seeds."""
+    found = answer(LEDGER["L1"])
+    slots = {"learning_verdict": found.verdict}
+    for case in found.cases.to_dict("records"):
+        name = f"learning_{case['learns from']}"
+        slots |= {
+            name: f"{case['model']:.3g}",
+            f"{name}_twin": f"{case['twin']:.3g}",
+            f"{name}_low": f"{case['low']:.1f}",
+        }
+        slots[f"learning_weights_{case['learns from']}"] = f"{case['weights']:,}"
+    return slots
 
 
 def _claims() -> dict:

@@ -46,7 +46,7 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
     if not claim.record:
         return f"hilbert claims {claim.id}"  # which computes it each time
     words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
-    configs = ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml")
+    configs = ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml") if claim.device == "cuda" else ()
     if configs := {int(path.parent.name.partition("x")[2] or 1): path for path in configs}:
         fitting = [count for count in configs if gpus is None or count <= gpus]
         if not fitting:

@@ -12,6 +12,8 @@ ring         07: what ranks measure
 ring_tables  07: what is planned
 ring_trace   07: the exchange in one call
 grids        08: kernels on a grid, with the tokens in every order
+learning     10: small models that learn from text, pictures and slides
+contexts     10: a model's step and decoding by length of context
 points       13: attention over points by lists and by their rivals
 """
 
@@ -27,10 +29,27 @@ PUBLIC = {
         "finding",
         "rebuild_printed",
     ),
+    "hilbert_lib.lab.sweeps.contexts": (
+        "DECODING",
+        "STEP",
+        "TORCHSCALE",
+        "context_cases",
+        "counted_steps",
+        "decoding_cases",
+    ),
     "hilbert_lib.lab.sweeps.counters": ("COUNTED_KERNELS", "count", "counter_table"),
     "hilbert_lib.lab.sweeps.grids": ("GRID_SWEEP", "attend_by_flex", "compare_kernels", "orders_of", "sustained_sides"),
     "hilbert_lib.lab.sweeps.halos": ("GRID_RESULTS", "RECTANGLES", "RUNS", "SHARDINGS", "STRIPS", "halo_table"),
     "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "single_branches"),
+    "hilbert_lib.lab.sweeps.learning": (
+        "PICTURES",
+        "TEXT",
+        "TEXT_ATTENTIONS",
+        "drawn_slides",
+        "picture_trainings",
+        "slide_training",
+        "text_trainings",
+    ),
     "hilbert_lib.lab.sweeps.memory": ("graph_gains", "pair_table", "pool_comparison", "pool_table", "table_pairs"),
     "hilbert_lib.lab.sweeps.over_ranks": ("OverRanks",),
     "hilbert_lib.lab.sweeps.points": (

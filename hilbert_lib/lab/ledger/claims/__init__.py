@@ -6,7 +6,8 @@ mappings     M: the tables of an order
 ring         R: several GPUs
 backends     B: backends, dtypes, buffers, CUDA graphs
 safety       S: limits of memory
-grids        G: three claims of our own
+grids        G: three claims of our own, of windows on grids and points
+learning     L: one of our own, of models that learn
 only         parameters that measure one sweep of a notebook alone
 
 A claim "holds" if all its cases do. If some do, `when` may state the condition; it counts only where most cases under
@@ -16,7 +17,7 @@ it hold and most others do not. Else the claim "does not hold", and the verdict 
 again.
 """
 
-from hilbert_lib.lab.ledger.claims import backends, cache_lines, grids, mappings, ring, safety, speed
+from hilbert_lib.lab.ledger.claims import backends, cache_lines, grids, learning, mappings, ring, safety, speed
 
-SUBJECTS = (speed, cache_lines, mappings, ring, backends, safety, grids)
+SUBJECTS = (speed, cache_lines, mappings, ring, backends, safety, grids, learning)
 LEDGER = {claim.id: claim for subject in SUBJECTS for claim in subject.CLAIMS}
