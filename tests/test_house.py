@@ -5,6 +5,7 @@ import doctest
 import gc
 import importlib
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -331,15 +332,11 @@ MEASURING = ["hilbert_lib.lab." + name for name in ("guarded.cases", "sweeps.cau
 SUITE = ("pandas", "matplotlib", "click", "yaml", "papermill", "nbformat", "IPython", "PIL", "packaging")
 
 
-@pytest.fixture(scope="module")
-def imported():
-    """What importing the library takes beyond torch, first of what most programs name and then of all its product.
-
-    In one process: calls, the names of modules that came with the first and with both, and at last with what measures.
-    """
-    product = [name for name, module in HOME.items() if not module.startswith("hilbert_lib.lab")]
-    assert set(HOME) - set(product) == {"SafeBenchmarkRunner", "select_attention_backend"}
-    script = f"""
+PRODUCT = [name for name, module in HOME.items() if not module.startswith("hilbert_lib.lab")]
+STAR = "from {} import *\nprint(*[name for name in globals() if name[0] != '_'])\nimport sys; print(*sys.modules)"
+PROGRAMS = {
+    # Beyond torch: first of what most programs name, then of all the product, and at last with what measures.
+    "imports": f"""
 import sys, torch
 from cProfile import Profile
 before, profile = set(sys.modules), Profile()
@@ -347,14 +344,67 @@ profile.runctx("from hilbert_lib import DilatedPattern, Ordering, dilated_attent
 first = sys.modules.keys() - before
 import hilbert_lib, torch.distributed
 before = set(sys.modules)
-[getattr(hilbert_lib, name) for name in {product}]
+[getattr(hilbert_lib, name) for name in {PRODUCT}]
 print(sum(entry.callcount for entry in profile.getstats()))
 print(*first)
 print(*first, *sys.modules.keys() - before)
 import {", ".join(MEASURING)}
 print(*sys.modules)
+""",
+    "star of hilbert_lib": STAR.format("hilbert_lib"),
+    "star of hilbert_lib.ring": STAR.format("hilbert_lib.ring"),
+    "help": "import hilbert_lib; help(hilbert_lib)",
+    "help after a star": "from hilbert_lib import *; import hilbert_lib; help(hilbert_lib)",
+    # Who makes the layout itself is not warned.
+    "heads first": """
+import warnings, torch
+from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, NeighbourhoodAttention
+from hilbert_lib import dilated_attention, estimate_memory
+q, x, pattern = torch.ones(1, 4, 32, 16), torch.ones(1, 4, 64), DilatedPattern((4,), (1,))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    estimate_memory(pattern, length=4, heads=32, head_dim=16, device="cpu")
+    MultiheadDilatedAttention(64, 8, pattern)(x, x, x)
+    NeighbourhoodAttention(64, 8, 2)(x)
+    dilated_attention(*[q.transpose(1, 2)] * 3, pattern)
+    before = len(seen)
+    for _ in range(3):
+        dilated_attention(q, q, q, pattern)
+print(before, len(seen), seen[0].filename, seen[0].message)
+""",
+}
+# Each program in a copy of a process that has loaded torch: a process of its own would take a second to load it.
+COPIES = """
+import json, os, sys, tempfile, torch
+printed = []
+for program in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile("w+") as file:
+        copy = os.fork()
+        if copy == 0:
+            os.dup2(file.fileno(), 1)
+            exec(program, {"__name__": "__main__"})
+            sys.exit()
+        _, status = os.waitpid(copy, 0)
+        assert status == 0, program
+        file.seek(0)
+        printed.append(file.read())
+print(json.dumps(printed))
 """
-    calls, first, every, measuring = printed_by(script).splitlines()
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What each of `PROGRAMS` prints, where nothing of the library was loaded before it."""
+    command = [sys.executable, "-c", COPIES, json.dumps(list(PROGRAMS.values()))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(zip(PROGRAMS, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture
+def imported(printed):
+    """Calls, the names of modules that came with the first and with both, and at last with what measures."""
+    assert set(HOME) - set(PRODUCT) == {"SafeBenchmarkRunner", "select_attention_backend"}
+    calls, first, every, measuring = printed["imports"].splitlines()
     return int(calls), first.split(), every.split(), measuring.split()
 
 
@@ -402,16 +452,15 @@ def test_type_checkers_read_the_names_that_are_there():
 
 
 @pytest.mark.parametrize(("package", "names"), [("hilbert_lib", HOME), ("hilbert_lib.ring", FOLDERS["ring"].split())])
-def test_a_star_imports_the_public_names_but_for_those_of_the_suite(package, names):
-    script = f"from {package} import *\nprint(*[name for name in globals() if name[0] != '_'])\n"
-    imported, modules = printed_by(script + "import sys; print(*sys.modules)").splitlines()
+def test_a_star_imports_the_public_names_but_for_those_of_the_suite(printed, package, names):
+    imported, modules = printed[f"star of {package}"].splitlines()
     assert set(imported.split()) == {name for name in names if not HOME[name].startswith("hilbert_lib.lab")}
     assert not set(SUITE) & set(modules.split())
 
 
-@pytest.mark.parametrize("before", ["", "from hilbert_lib import *; "])
-def test_help_is_one_screen_that_begins_with_what_one_calls(before):
-    lines = printed_by(f"{before}import hilbert_lib; help(hilbert_lib)").splitlines()
+@pytest.mark.parametrize("program", ["help", "help after a star"])
+def test_help_is_one_screen_that_begins_with_what_one_calls(printed, program):
+    lines = printed[program].splitlines()
     assert len(lines) <= 60
     assert any("dilated_attention(q, k, v" in line for line in lines[:8])
 
@@ -443,27 +492,9 @@ def test_a_near_name_is_suggested():
             getattr(hilbert_lib, called)(1, 2, 3, 4, **{asked: True})
 
 
-def test_tensors_that_look_heads_first_are_warned_of_once():
-    """Not by who makes the layout itself."""
-    script = """
-import warnings, torch
-from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, NeighbourhoodAttention
-from hilbert_lib import dilated_attention, estimate_memory
-q, x, pattern = torch.ones(1, 4, 32, 16), torch.ones(1, 4, 64), DilatedPattern((4,), (1,))
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    estimate_memory(pattern, length=4, heads=32, head_dim=16, device="cpu")
-    MultiheadDilatedAttention(64, 8, pattern)(x, x, x)
-    NeighbourhoodAttention(64, 8, 2)(x)
-    dilated_attention(*[q.transpose(1, 2)] * 3, pattern)
-    before = len(seen)
-    for _ in range(3):
-        dilated_attention(q, q, q, pattern)
-print(before, len(seen), seen[0].filename, seen[0].message)
-"""
-    printed = printed_by(script)
-    assert printed.startswith("0 1 <string> k has 32 heads and 4 rows: ")
-    assert "give x.transpose(1, 2)" in printed
+def test_tensors_that_look_heads_first_are_warned_of_once(printed):
+    assert printed["heads first"].startswith("0 1 <string> k has 32 heads and 4 rows: ")
+    assert "give x.transpose(1, 2)" in printed["heads first"]
 
 
 @pytest.mark.parametrize(
