@@ -25,10 +25,7 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
 os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
 settings.register_profile("suite", deadline=None)  # of the first call, which imports, and of busy cores
 settings.load_profile("suite")
-# Small tensors gain nothing from more threads, and lose much where the cores are busy: here, in what tests start, and
-# in the notebooks that run beside them.
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)  # as in what the tests start, by the conftest.py above
 # Inductor would start a process that imports torch once more to compile what this one can, and would compile a program
 # for each width of vectors that the processor says it has.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
