@@ -142,3 +142,7 @@ def test_an_unknown_claim_is_named():
     assert "got 'K99'" in hilbert("claims", "K99", status=2)
     assert "got 'K99'" in hilbert("claims", "--rerun", "K99", status=2)
     assert "there is no --rerun" in hilbert("claims", "K3", "--dry-run", status=2)
+
+
+def test_a_claim_that_needs_no_gpu_is_measured_at_the_notebooks_defaults():
+    assert command(LEDGER["L1"], gpus=0) == "hilbert run 10_in_a_model --force --out reports/local"
