@@ -378,6 +378,12 @@ hopper.bias_tables, tables: delta lacks the gradient of lse
 hopper.bias_tables, tables: bounds hold positive deltas alone
 - & 0x7FFFFFFF
 +
+hopper.bias_tables, tables: no weight passes 1
+-tl.exp2(size * ROUNDING)
++1.0
+hopper.bias_tables, tables: rows without keys have no bounds
+-tl.where(size < float("inf"), size, 0.0)
++size
 hopper.bias_tables, tables: norms whose squares float32 does not know are 0
 -(of_v.to(tl.float32, bitcast=True) + LOST)
 +of_v.to(tl.float32, bitcast=True)

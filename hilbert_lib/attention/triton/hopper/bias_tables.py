@@ -1,12 +1,15 @@
 """Kernels around those by boxes, where a call has a bias: they make the tables and the gradient in four launches.
 
     table_kernel       the bias              -> padded tables (`hopper.bias`), and zeros for sums and bounds
-    bound_kernel       out, dout, dlse, v    -> delta, and the bounds of each head
+    bound_kernel       out, dout, lse, v     -> delta, and the bounds of each head
     gradient_kernel    sums, bounds          -> the gradient of the bias
 
-A pair's gradient is weight * (dout v - delta), and a weight is at most 1. So of a head it is at most
+A pair's gradient is weight * (dout v - delta). A weight is exp2(score - lse): at most 1, but for the rounding of these
+two, which grows with lse. So of a head a pair's gradient is at most
 
-    largest |dout| * largest |v| + largest |delta|
+    largest |dout| * excess * largest |v| + largest |delta| * excess        excess = exp2(|lse| * 2^-20), by row
+
+Past an lse of 2^24 a float32 has no fraction, a weight may be anything, and the gradient of the head is NaN.
 
 These three are the head's bounds. They are kept as the bits of their float32: bits of numbers that are not negative are
 in the order of the numbers, and NaN comes last. The largest of whole numbers is the same in any order of programs.
@@ -19,6 +22,9 @@ SIZES = ["entries0", "entries1", "entries2", "margin0", "margin1", "margin2", "s
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 # Squares of values below 1e-19 are lost in float32. In a row of up to 128 values they are a norm of less than this.
 LOST = tl.constexpr(2.0**-59)
+# Of lse and a score, to base 2 and where they are equal. Each is rounded a few times, by 2^-24 of itself at most.
+ROUNDING = tl.constexpr(2.0**-20)
+LARGEST_LSE = tl.constexpr(2.0**24)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -55,7 +61,7 @@ def table_kernel(
 
 @triton.jit(do_not_specialize=["queries", "keys", "heads", "group"])
 def bound_kernel(
-    out, dout, dlse, v, padding, delta, bounds,
+    out, dout, lse, dlse, v, padding, delta, bounds,
     stride_db, stride_dn, stride_dh, stride_vb, stride_vn, stride_vh, queries, keys, heads, group,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
@@ -79,6 +85,10 @@ def bound_kernel(
     if dlse is not None:
         products -= tl.load(dlse + scalars, mask=exists, other=0.0)
     tl.store(delta + scalars, products, mask=exists)
+    size = tl.abs(tl.load(lse + scalars, mask=exists, other=0.0))  # [BLOCK_M]
+    # Rows without keys have infinity, and those that a part of a grid does not compute may have NaN.
+    size = tl.where(size < float("inf"), size, 0.0)  # [BLOCK_M]
+    excess = tl.where(size <= LARGEST_LSE, tl.exp2(size * ROUNDING), float("inf"))  # [BLOCK_M]
     is_key = row < keys  # [BLOCK_M]
     if PADDING:
         is_key &= tl.load(padding + b * keys + row, mask=is_key, other=1) == 0
@@ -88,15 +98,16 @@ def bound_kernel(
     )  # [BLOCK_M, BLOCK_D]
     values = values.to(tl.float32)  # [BLOCK_M, BLOCK_D]
     of_head = bounds + h * 3
-    tl.atomic_max(of_head, _largest(tl.sqrt(tl.sum(do * do, 1))), sem="relaxed")
-    tl.atomic_max(of_head + 1, _largest(tl.sqrt(tl.sum(values * values, 1))), sem="relaxed")
-    tl.atomic_max(of_head + 2, _largest(products), sem="relaxed")
+    tl.atomic_max(of_head, _largest(tl.sqrt(tl.sum(do * do, 1)), excess), sem="relaxed")
+    tl.atomic_max(of_head + 1, _largest(tl.sqrt(tl.sum(values * values, 1)), 1.0), sem="relaxed")
+    tl.atomic_max(of_head + 2, _largest(products, excess), sem="relaxed")
 
 
 @triton.jit
-def _largest(values):
-    """Bits of the largest of some float32, without their signs."""
-    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+def _largest(values, factors):
+    """Bits of the largest product of float32, without signs. A value of 0 stays 0, though its factor is infinite."""
+    products = tl.where(values == 0.0, 0.0, values * factors)  # [BLOCK_M]
+    return tl.max(products.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
 @triton.jit

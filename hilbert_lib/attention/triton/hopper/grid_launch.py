@@ -115,7 +115,7 @@ def backward(
             launches = [plain.delta_of(dout, out, delta, dlse)]
         else:
             of_tables = _of_tables(inputs.bias, request, tables[0], flipped=tables[1], sums=sums, bounds=bounds)
-            launches = [of_tables, _of_bounds(dout, out, dlse, inputs, request, delta, bounds)]
+            launches = [of_tables, _of_bounds(dout, out, lse, dlse, inputs, request, delta, bounds)]
         for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
             (stages, b_stages), buffers = RINGS[columns_of(q), tensors is of_keys], BUFFERS
             if inputs.bias is not None and tensors is of_queries:
@@ -199,12 +199,13 @@ def _of_tables(bias: Tensor, request: Request, table: Tensor, *, flipped=None, s
 
 
 def _of_bounds(
-    dout: Tensor, out: Tensor, dlse: Tensor | None, inputs: Tensors, request: Request, delta: Tensor, bounds: Tensor
-) -> Start:
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, inputs: Tensors, request: Request, delta: Tensor,
+    bounds: Tensor,
+) -> Start:  # fmt: skip
     # The launch that computes delta, and the bounds of the gradient of a bias.
     (batch, queries, heads, head_dim), keys, padding = inputs.q.shape, inputs.k.shape[1], request.key_padding_mask
     mask = dout if padding is None else padding.contiguous()
-    tensors = (out.contiguous(), dout, dlse, inputs.v, mask, delta, bounds)
+    tensors = (out.contiguous(), dout, lse, dlse, inputs.v, mask, delta, bounds)
     block = 4096 // block_d(head_dim)
     named = strides_of("dv", (dout, inputs.v)) | {"queries": queries, "keys": keys, "heads": heads}
     named |= {"group": heads // inputs.v.shape[2], "HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim)}
