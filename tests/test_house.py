@@ -107,10 +107,16 @@ def home_of(name: str) -> str:
     return home.removeprefix("hilbert_lib.") if home.startswith("hilbert_lib.") else package
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """Sources are read by several tests."""
+    return ast.parse(text)
+
+
 def edges_of(name: str, text: str) -> set[str]:
     """The modules that a source imports anywhere in it; ruff forbids relative imports."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -185,7 +191,7 @@ def test_an_import_that_runs_up_or_round_is_found(module, line, fault):
 
 def vague_forwards(module: str, source: str) -> list[str]:
     """Functions called `forward` that are no method, and not a backend's either: what they compute has a name."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     of_classes = {id(node) for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for node in each.body}
     on_top = {node.name: id(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
     if module.startswith(("attention.backends.", "attention.triton.")) and "backward" in on_top:
@@ -283,7 +289,7 @@ def test_docstrings_do_not_begin_with_a_clause_in_place_of_a_noun():
     clauses = [
         f"{name}.{getattr(node, 'name', '')}"
         for name, text in sources().items()
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and begins.match(ast.get_docstring(node) or "")
     ]
     assert clauses == []
@@ -293,7 +299,7 @@ def test_no_private_name_crosses_a_module():
     crossing = [
         f"{name} imports {alias.name}"
         for name, text in sources().items()
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hilbert_lib")
         for alias in node.names
         if alias.name.startswith("_")
@@ -532,7 +538,7 @@ def test_a_public_name_or_command_that_lacks_the_suite_names_it(tmp_path, monkey
 def read_or_written_as_the_system_spells(text: str) -> list[str]:
     """Calls that read or write text without naming its encoding, which is another one on other systems."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))

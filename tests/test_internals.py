@@ -41,8 +41,8 @@ def is_private(name: str) -> bool:
 
 @cache
 def own_names() -> frozenset[str]:
-    """Names that the library defines: functions, classes, variables and attributes of `self`."""
-    names = set()
+    """Names that the library defines, and `OTHERS`: functions, classes, variables and attributes of `self`."""
+    names = set(OTHERS)
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -100,11 +100,11 @@ def private_uses(text: str) -> list[tuple[int, str]]:
                     note_module(note, node, f"{module}.{alias.name}")
             case ast.Attribute(value=value, attr=attribute) if not is_self(value):
                 names = dotted(node)
-                own = frozenset() if names[0] in imported else own_names() | OTHERS
+                own = frozenset() if names[0] in imported else own_names()
                 note(node, ".".join(names), [attribute], own)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"), args=[_, name, *_]):
                 if isinstance(name, ast.Constant):
-                    note(node, name.value, [name.value], own_names() | OTHERS)
+                    note(node, name.value, [name.value], own_names())
             case ast.Constant(value=str(value)) if value in UNMARKED:
                 note(node, value, [value])
             case ast.Constant(value=str(value)) if MODULE.fullmatch(value):
