@@ -36,10 +36,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    # High and low word of a 32 by 32 bit product. torch has no unsigned 64-bit product, so the word goes in halves.
-    upper, lower = (word >> 16) * factor, (word & 0xFFFF) * factor
-    middle = upper + (lower >> 16)  # below 2^49: no overflow
-    return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
+    # High and low word of a 32 by 32 bit product. An int64 product wraps, and so holds all of its 64 bits.
+    product = word * factor
+    return (product >> 32) & _LOW, product & _LOW
 
 
 def keep_mask(
