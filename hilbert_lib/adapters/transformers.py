@@ -26,6 +26,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 WINDOW, DILATED, GRID = "hilbert_window", "hilbert_dilated", "hilbert_grid"
+MOST_CLASS_TOKENS = 2  # DeiT has one of class and one of distillation
 DENSE = DilatedPattern((LARGEST_SIZE,), (1,))
 # Arguments of attention functions that change what is computed, and have no counterpart here.
 UNSERVED = ("softcap", "position_bias", "output_attentions", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -270,12 +271,16 @@ def grid_attention(
         if rows.is_causal or rows.window is not None:
             raise ValueError(f"{GRID!r} serves layers in which all tokens see all, got {rows}")
         padding = rows.padding
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"query must have the {key.shape[2]} rows of key for {GRID!r}, got {query.shape[2]}")
     near = _pattern_of(module, "hilbert_neighbourhood", GRID)
     classes = key.shape[2] - near.length
-    if classes < 0:
+    registers = getattr(module.config, "num_register_tokens", None) or 0
+    if not 0 <= classes <= MOST_CLASS_TOKENS + registers:  # patches of a larger image would be taken for class tokens
         raise ValueError(
             f"config.hilbert_neighbourhood must have the shape of the image in patches for {GRID!r}, got shape "
-            f"{near.shape} for {key.shape[2]} tokens"
+            f"{near.shape} for {key.shape[2]} tokens, of which up to {MOST_CLASS_TOKENS + registers} may be class and "
+            "register tokens"
         )
     _refuse_dropout(dropout, GRID)
     sizes = [classes, near.length]

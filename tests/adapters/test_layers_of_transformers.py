@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -290,6 +291,18 @@ def vit():
     return vision("ViT")
 
 
+def attended_on_grid(queries, keys, registers=0):
+    """The output for so many queries and keys, of patches on a grid of 2 x 3."""
+    config = SimpleNamespace(hilbert_neighbourhood={"shape": [2, 3], "window": 1}, num_register_tokens=registers)
+    q, k = (torch.ones(1, 1, count, 4) for count in (queries, keys))
+    return ours.grid_attention(SimpleNamespace(config=config), q, k, k, None)[0]
+
+
+def test_as_many_tokens_as_class_and_registers_may_be_stand_before_patches():
+    for tokens, registers in ((6, 0), (7, 0), (8, 0), (12, 4)):
+        assert attended_on_grid(tokens, tokens, registers).shape == (1, tokens, 1, 4)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -313,6 +326,12 @@ def vit():
             r"config\.hilbert_neighbourhood must be a dictionary .*got 7",
         ),
         (lambda: called(vit, {"hilbert_neighbourhood": {"shape": [6, 6], "window": 3}}), r"got shape \(6, 6\) for 25"),
+        (
+            lambda: attended_on_grid(9, 9),
+            r"shape of the image in patches .* got shape \(2, 3\) for 9 tokens, of which .* 2",
+        ),
+        (lambda: attended_on_grid(13, 13, registers=4), r"got shape \(2, 3\) for 13 tokens, of which up to 6 may be"),
+        (lambda: attended_on_grid(1, 7), "query must have the 7 rows of key for 'hilbert_grid', got 1"),
         (lambda: called(vit, options={"attention_mask": torch.zeros(2, 1, 25, 25)}), "attention_mask must be left out"),
         (lambda: called(vit, options={"output_attentions": True}), "'hilbert_grid' does not serve output_attentions"),
     ],
