@@ -491,11 +491,16 @@ def swin_layer(
     """
     attention = layer.attention
     _check_layer(layer, attention.attention_dropout, output_attentions or attention.config.output_attentions)
-    if not always_partition:
-        layer.set_shift_and_window_size(input_dimensions)
     window = attention.relative_position_bias.window_size[0]
+    if not always_partition:
+        # Before the layer takes a smaller window, which it would keep for all later images.
+        if min(input_dimensions) < window:
+            raise ValueError(
+                f"input_dimensions must be at least the window {window} of the layer, got {input_dimensions}"
+            )
+        layer.set_shift_and_window_size(input_dimensions)
     if layer.window_size != window:
-        raise ValueError(f"input_dimensions must be at least the window {window} of the layer, got {input_dimensions}")
+        raise ValueError(f"layer.window_size must be that of its bias, {window}, got {layer.window_size}")
     height, width = input_dimensions
     cells = layer.layernorm_before(hidden_states).unflatten(1, (height, width))
     cells, _ = layer.maybe_pad(cells, height, width)

@@ -291,6 +291,16 @@ def vit():
     return vision("ViT")
 
 
+def test_an_image_that_is_refused_leaves_swins_window_as_it_is():
+    table, config = SimpleNamespace(window_size=(4, 4)), SimpleNamespace(output_attentions=False)
+    attention = SimpleNamespace(attention_dropout=0.0, config=config, relative_position_bias=table)
+    layer = SimpleNamespace(training=True, attention=attention, window_size=4)
+    layer.set_shift_and_window_size = lambda sides: vars(layer).update(window_size=min(sides))  # as transformers' own
+    with pytest.raises(ValueError, match=r"at least the window 4 of the layer, got \(3, 3\)"):
+        ours.swin_layer(layer, torch.ones(1, 9, 8), (3, 3))
+    assert layer.window_size == 4
+
+
 def attended_on_grid(queries, keys, registers=0):
     """The output for so many queries and keys, of patches on a grid of 2 x 3."""
     config = SimpleNamespace(hilbert_neighbourhood={"shape": [2, 3], "window": 1}, num_register_tokens=registers)
