@@ -32,7 +32,7 @@ OPERATORS_IN_A_THREAD = """
             x.sin()
 
     threading.Thread(target=compute, daemon=True).start()
-    print("done")
+    print("done", flush=True)
 """
 # A dozen kernels compile beside each other, those of a backward in a thread of autograd's.
 MANY_KINDS = """
@@ -57,7 +57,7 @@ MANY_KINDS = """
             out = attend(q, k, v, pattern, backend=backend)
             if has_gradient:
                 out.sum().backward()
-    print("done")
+    print("done", flush=True)
 """
 
 
