@@ -13,11 +13,13 @@ ALONE := natten==0.21.7 torchscale-gml==0.2.3
 NUMERIC := -m "not full and not gpu"
 NUMERIC += $(addprefix tests/attention/,test_attention.py test_attention_contract.py test_merge.py test_documents.py \
 	test_dropout.py test_torchscale.py grids/test_neighbourhood_attention.py::test_options_in_pairs)
-AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
+ONEDNN_avx2 := AVX2
+ONEDNN_default := SSE41
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=$(ONEDNN_avx2)
+NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=$(ONEDNN_default)
 # With the first alone torch 2.13 packs bfloat16 for a processor's AMX with kernels that have no AVX-512, and raises.
-ifeq ($(ATEN_CPU_CAPABILITY),avx2)
-export ONEDNN_MAX_CPU_ISA ?= AVX2
+ifdef ONEDNN_$(ATEN_CPU_CAPABILITY)
+export ONEDNN_MAX_CPU_ISA ?= $(ONEDNN_$(ATEN_CPU_CAPABILITY))
 endif
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=

@@ -35,7 +35,7 @@ class Config(NamedTuple):
 INTERPRETED = Config(16, 16, 4)
 # (bytes of an element, largest head_dim) -> configuration. Each fits an A100's shared memory. float32 is multiplied
 # without tensor cores. With the steps of 16 bits and 4 warps, at head_dim 128, the forward of a volume had 32 registers
-# a thread and 9,528 bytes beside them in memory; it has 255 and 112 (compiled for sm_90 by Triton 3.7.1).
+# a thread and 11,640 bytes beside them in memory; it has 255 and 112 (compiled for sm_90 by Triton 3.7.1).
 CONFIGS = {(2, 128): Config(64, 32, 4), (2, 256): Config(32, 16, 8), (4, 256): Config(16, 16, 8)}
 
 

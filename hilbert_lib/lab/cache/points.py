@@ -1,6 +1,6 @@
 """Orders of work over points: tiles, blocks, and the neighbours that patches keep, counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -125,14 +125,21 @@ def count_lists(
     """
     checks.integer("count", count, least=1)
     rows = []
+    for about, points, by_name in _neighbourhoods(count, works, device):
+        present = [name for name in orders if name in by_name]
+        rows += [{**about, **_counts(points, by_name[name], name)} for name in present]
+    return pd.DataFrame(rows)
+
+
+def _neighbourhoods(
+    count: int, works: Sequence[tuple[str, Sequence[int]]], device: torch.device | str
+) -> Iterator[tuple[dict, PointNeighbourhood, dict[str, Tensor]]]:
+    # Cloud and window by name, the points, and their orders by name.
     for cloud, windows in works:
         coordinates = CLOUDS[cloud](count).to(device)
         for window in windows:
             points = PointNeighbourhood(coordinates, window)
-            by_name = point_orders(points)
-            about, present = {"cloud": cloud, "window": window}, [name for name in orders if name in by_name]
-            rows += [{**about, **_counts(points, by_name[name], name)} for name in present]
-    return pd.DataFrame(rows)
+            yield {"cloud": cloud, "window": window}, points, point_orders(points)
 
 
 def point_reach(points: PointNeighbourhood, names: Sequence[str], query: int) -> pd.DataFrame:
@@ -205,13 +212,9 @@ def count_recall(
     1.0
     """
     rows = []
-    for cloud, windows in works:
-        coordinates = CLOUDS[cloud](count).to(device)
-        for window in windows:
-            points = PointNeighbourhood(coordinates, window)
-            by_name = point_orders(points)
-            rows += [(cloud, window, name, patch_recall(points, by_name[name], size)) for name in orders]
-    return pd.DataFrame(rows, columns=["cloud", "window", "order", "recall"])
+    for about, points, by_name in _neighbourhoods(count, works, device):
+        rows += [{**about, "order": name, "recall": patch_recall(points, by_name[name], size)} for name in orders]
+    return pd.DataFrame(rows)
 
 
 def count_kernels(

@@ -97,9 +97,10 @@ def test_those_of_attention_compile_and_their_shared_memory_is_there(run, some):
 
 
 def test_the_plain_ones_for_grids_fit_an_a100(run, some):
-    if run[0] == 80:
-        for name, facts in some("grid ", 0, 4 * len(grid_launch.CONFIGS)).items():
-            assert facts["shared"] <= SHARED_BYTES, name
+    if run[0] != 80:
+        pytest.skip("of another architecture")
+    for name, facts in some("grid ", 0, 4 * len(grid_launch.CONFIGS)).items():
+        assert facts["shared"] <= SHARED_BYTES, name
 
 
 def test_those_for_lists_fit_every_gpu(run, some):
