@@ -15,6 +15,7 @@ dropout        dropout bits keyed by position
 modules        the function as layers
 grid_parts     parts of a grid, and which cells lie in which rows
 grid_lists     packed lists of grids, for kernels that know no geometry
+two_resolutions  near tokens of a grid by themselves, all others as means of coarse cells
 joint          queries beside a grid, which see every cell and every extra key
 grid_module    attention on grids as a layer
 caches         keys and values of a module's earlier tokens
@@ -41,6 +42,7 @@ __getattr__, __dir__ = lazily(
             "MultiheadDilatedAttention",
         ),
         "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
+        "hilbert_lib.attention.two_resolutions": ("two_resolution_attention",),
         "hilbert_lib.attention.weights": ("attention_weights",),
     },
 )
