@@ -94,6 +94,26 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     return weight[..., None] * out + other_weight[..., None] * other_out, merged
 
 
+def merge_results(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`merge` of two results of a call, out rounded to a dtype once. One kernel on CUDA.
+
+    Args:
+        out, other_out: (batch, queries, heads, head_dim). lse, other_lse: (batch, heads, queries), in which dtype out
+            is merged.
+        dtype: of the output.
+    """
+    if kernel_serves(out):
+        from hilbert_lib.attention.triton import rows  # triton is imported only where a kernel is used
+
+        return rows.merge_results(out, lse, other_out, other_lse, dtype)
+    # (batch, heads, queries, head_dim), as lse lies
+    outs = (x.to(lse.dtype).transpose(1, 2) for x in (out, other_out))
+    merged, merged_lse = merge(next(outs), lse, next(outs), other_lse)
+    return merged.transpose(1, 2).to(dtype).contiguous(), merged_lse
+
+
 def merge_rows(out: Tensor, lse: Tensor, index: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
     """`merge` into some rows of a tensor, in place: in the dtype of lse, and rounded once. One kernel on CUDA.
 

@@ -8,7 +8,7 @@ from hilbert_lib import DilatedPattern, merge_attention
 from hilbert_lib.attention import merge as merging
 from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.merge import merge
-from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.request import WORKING_DTYPE, Request
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 
@@ -164,6 +164,24 @@ def test_rows_are_merged_and_added_in_place_and_the_others_left_alone(dtype, bat
         merging.add_rows(got[2], at, other_out)
         merging.add_rows(got[3], (at_first,), other_out.flatten(0, 2)[: len(at_first)])
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_two_results_are_merged_and_rounded_once(dtype, monkeypatch):
+    pytest.importorskip("hilbert_lib.attention.triton.rows", reason="triton has no build for this platform")
+    generator = torch.Generator().manual_seed(3)
+    outs = [torch.randn(2, 77, 3, 24, generator=generator, dtype=torch.float64).to(dtype) for _ in "ab"]
+    lses = [torch.randn(2, 3, 77, generator=generator, dtype=WORKING_DTYPE[dtype]) for _ in "ab"]
+    lses[0][0, :, :5], lses[1][1, 1] = -torch.inf, -torch.inf
+    lses[0][1, 1, 70:] = -torch.inf  # rows that saw no key at all
+    rows = [x.to(WORKING_DTYPE[dtype]).transpose(1, 2) for x in outs]
+    merged, lse = merge(rows[0], lses[0], rows[1], lses[1])
+    for by_kernel in (False, True):
+        monkeypatch.setattr(merging, "kernel_serves", lambda x, answer=by_kernel: answer)
+        for to in (dtype, WORKING_DTYPE[dtype]):
+            wanted = merged.transpose(1, 2).to(to), lse
+            found = merging.merge_results(outs[0], lses[0], outs[1], lses[1], to)
+            torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.gpu

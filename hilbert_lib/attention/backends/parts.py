@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.dropout import is_named, name_table, named, of_branches
-from hilbert_lib.attention.merge import merge
+from hilbert_lib.attention.merge import merge_results
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.patterns.pattern import Pattern
@@ -75,12 +75,13 @@ def given_to_patterns(inputs: Tensors, request: Request) -> Iterator[tuple[Tenso
 
 
 def merge_patterns(results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output, in a dtype, and lse over the keys of all patterns, from those over each."""
-    merged, lse = None, None
-    for out, part_lse in results:
-        part_out = out.to(WORKING_DTYPE[dtype]).transpose(1, 2)  # (batch, heads, queries, head_dim), as lse lies
-        merged, lse = (part_out, part_lse) if merged is None else merge(merged, lse, part_out, part_lse)
-    return merged.transpose(1, 2).to(dtype).contiguous(), lse
+    """Output, in a dtype, and lse over the keys of all patterns, from those over each. Rounded once."""
+    merged = None
+    for result, is_last in _until_last(results):
+        own_dtype = dtype if is_last else WORKING_DTYPE[dtype]
+        merged = result if merged is None else merge_results(*merged, *result, own_dtype)
+    out, lse = merged
+    return out.to(dtype).contiguous(), lse
 
 
 def add_patterns(gradients: Iterable[Tensors], inputs: Tensors, in_float: tuple[int, ...] = ()) -> Tensors:
@@ -89,13 +90,30 @@ def add_patterns(gradients: Iterable[Tensors], inputs: Tensors, in_float: tuple[
     in_float: numbers of the tensors that are not rounded.
     """
     sums: list[Tensor | None] = [None] * len(inputs)
-    for grads in gradients:
+    for grads, is_last in _until_last(gradients):
         for n, grad in enumerate(grads):
             # Only the first pattern has extra keys, and none where not all patterns take them.
             if grad is not None and inputs[n] is not None and grad.shape == inputs[n].shape:
-                grad = grad.to(WORKING_DTYPE[grad.dtype])
-                sums[n] = grad if sums[n] is None else sums[n] + grad
-    return Tensors(*(x if x is None or n in in_float else x.to(inputs[n].dtype) for n, x in enumerate(sums)))
+                is_rounded = is_last and n not in in_float
+                dtype = inputs[n].dtype if is_rounded else WORKING_DTYPE[inputs[n].dtype]
+                sums[n] = grad if sums[n] is None else add(sums[n], grad, dtype)
+    dtypes = (x if x is None else WORKING_DTYPE[x.dtype] if n in in_float else x.dtype for n, x in enumerate(inputs))
+    return Tensors(*(x if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True)))
+
+
+def add(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x + y in a dtype, by one kernel: added in float32 (float64 for float64) and rounded once."""
+    return torch.add(x, y, out=torch.empty_like(x, dtype=dtype))
+
+
+def _until_last(items: Iterable) -> Iterator[tuple]:
+    # Each item, and whether it is the last.
+    items = iter(items)
+    item = next(items)
+    for following in items:
+        yield item, False
+        item = following
+    yield item, True
 
 
 def _parts(inputs: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:

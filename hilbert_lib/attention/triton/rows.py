@@ -1,8 +1,10 @@
-"""In-place work on rows, each read and written once: merge by index, addition by index, merge with zero keys.
+"""Work on rows, each read and written once: merge of two results; in place by index; in place with zero keys.
 
-In plain torch the first two take up to seventeen kernels: a gather, the arithmetic and a scatter. The last takes six.
+In plain torch a merge takes some twelve kernels. By index it takes up to seventeen, as an addition does: a gather, the
+arithmetic and a scatter. With zero keys it takes six.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +23,23 @@ def merge_rows(out: Tensor, lse: Tensor, index: tuple[Tensor, ...], other_out: T
 def add_rows(total: Tensor, index: tuple[Tensor, ...], addend: Tensor) -> None:
     """`hilbert_lib.attention.merge.add_rows` in one kernel."""
     _launch(add_kernel, index, [(total, addend)])
+
+
+def merge_results(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`hilbert_lib.attention.merge.merge_results` in one kernel."""
+    batch, queries, heads, head_dim = out.shape
+    inputs = [x.contiguous() for x in (out, lse, other_out, other_lse)]
+    results = out.new_empty(out.shape, dtype=dtype), torch.empty_like(inputs[1])
+    if lse.numel():
+        block_d = power_of_2(head_dim)
+        block_m = max(1, ELEMENTS // block_d)
+        named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m}
+        grid, sizes = (triton.cdiv(queries, block_m) * heads * batch,), (queries, heads, batch)
+        arguments = (*inputs, *results, *sizes)
+        start(lambda: [Start(results_kernel, grid, arguments, named)], inputs, results_kernel, dtype, made=results)
+    return results
 
 
 def add_zero_keys(out: Tensor, lse: Tensor, log_count: Tensor) -> None:
@@ -87,6 +106,28 @@ def merge_kernel(
     result = tile * share[:, None] + other_tile * other_share[:, None]  # [BLOCK_M, BLOCK_D]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse_at, merged, mask=exists)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def results_kernel(
+    out, lse, other_out, other_lse, result, result_lse, queries, heads, batch,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One tile of merged rows of one head and sequence, in the dtype of lse. All tensors are contiguous."""
+    row, member, exists = _rows(queries, heads * batch, BLOCK_M)  # [BLOCK_M], scalar, [BLOCK_M]
+    h, b = member % heads, member // heads
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_M, BLOCK_D]
+    lse_at = (b * heads + h) * queries + row  # [BLOCK_M]
+    out_at = (((b * queries + row) * heads + h) * HEAD_DIM)[:, None] + dims  # [BLOCK_M, BLOCK_D]
+    lse_own = tl.load(lse + lse_at, mask=exists, other=float("-inf"))  # [BLOCK_M]
+    lse_other = tl.load(other_lse + lse_at, mask=exists, other=float("-inf"))  # [BLOCK_M]
+    working = lse.dtype.element_ty
+    share, other_share, merged = _shares(lse_own, lse_other, working)  # [BLOCK_M] each
+    tile = tl.load(out + out_at, mask=inside, other=0.0).to(working) * share[:, None]  # [BLOCK_M, BLOCK_D]
+    tile += tl.load(other_out + out_at, mask=inside, other=0.0).to(working) * other_share[:, None]
+    tl.store(result + out_at, tile.to(result.dtype.element_ty), mask=inside)
+    tl.store(result_lse + lse_at, merged, mask=exists)
 
 
 @triton.jit(do_not_specialize=["queries"])

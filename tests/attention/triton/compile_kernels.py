@@ -163,15 +163,19 @@ def curve_kernels() -> dict[str, tuple]:
 
 
 def row_kernels() -> dict[str, tuple]:
-    """What merges rows, adds to them and adds zero keys, of sixteen bits and of thirty-two."""
+    """What merges rows and results, adds to rows and adds zero keys, of sixteen bits and of thirty-two."""
     constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": by_row.ELEMENTS // 128, "out_dim": 1, "total_dim": 1}
-    types = dict.fromkeys(("lse", "other_lse", "log_count"), "*fp32") | {"first": "*i64", "second": "*i64"}
+    types = dict.fromkeys(("lse", "other_lse", "result_lse", "log_count"), "*fp32") | {
+        "first": "*i64",
+        "second": "*i64",
+    }
     return {
         f"rows {name} {bits}": (kernel, types | dict.fromkeys(wholes, dtype), constants, {"num_warps": 4})
         for name, kernel, wholes in (
             ("merge", by_row.merge_kernel, ("out", "other_out")),
             ("add", by_row.add_kernel, ("total", "addend")),
             ("zeros", by_row.zero_kernel, ("out",)),
+            ("results", by_row.results_kernel, ("out", "other_out", "result")),
         )
         for bits, dtype in ((16, "*bf16"), (32, "*fp32"))
     }

@@ -163,6 +163,11 @@ def merged(whole: tuple, at: tuple) -> None:
     rows.merge_rows(out, lse, at, torch.ones(8, 1, 2, 32), torch.ones(8, 1, 2))
 
 
+def results_merged() -> None:
+    out, lse = torch.zeros(1, 8, 2, 32), torch.zeros(1, 2, 8)
+    rows.merge_results(out, lse, torch.ones_like(out), torch.ones_like(lse), torch.float32)
+
+
 def added(whole: tuple, at: tuple) -> None:
     rows.add_rows(torch.zeros(*whole, 2, 32), at, torch.ones(8, 1, 2, 32))
 
@@ -285,6 +290,7 @@ if __name__ == "__main__":
         thrice(f"kept merges {len(at)}", partial(merged, whole, at))
         thrice(f"kept sums {len(at)}", partial(added, whole, at))
     thrice("kept zeros", lambda: rows.add_zero_keys(*map(torch.zeros, ((1, 8, 2, 32), (1, 2, 8), (2, 1, 8)))))
+    thrice("kept results", results_merged)
     thrice("kept copies", copied)
     thrice("kept copies back", partial(copied, back=True))
     thrice("kept sums of copies", summed)

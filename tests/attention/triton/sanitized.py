@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention.backends import strided
-from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.merge import add_rows, merge_results, merge_rows
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import copies, merge
 from hilbert_lib.attention.triton.hopper import division
@@ -178,7 +178,7 @@ def merging():
 
 
 def by_row():
-    """Rows of a whole by one index and by two, merged and added to in place, and zero keys; tiles are not full."""
+    """Rows of a whole by one index and by two, merged and added to in place, zero keys, and two results."""
     for dtype, head_dim in ((torch.float16, 64), (torch.float32, 40)):
         # (positions, KV heads, group, batch, head_dim), laid out as a tensor of sequences is
         out = torch.randn(2, 100, 6, head_dim, device=DEVICE, dtype=dtype).unflatten(2, (3, 2)).movedim(0, 3)
@@ -189,8 +189,11 @@ def by_row():
         add_rows(out, (rows // 3, rows % 3), others)
         add_rows(torch.zeros(300, 2, 2, head_dim, device=DEVICE), (rows,), others)
         out = torch.randn(2, 77, 6, head_dim, device=DEVICE, dtype=dtype)
-        add_zero_keys(out, torch.randn(2, 6, 77, device=DEVICE), torch.randn(3, 1, 77, device=DEVICE))
+        lse = torch.randn(2, 6, 77, device=DEVICE)
+        add_zero_keys(out, lse, torch.randn(3, 1, 77, device=DEVICE))
+        merged, _ = merge_results(out, lse, out, lse, torch.float32)
         assert out.isfinite().all()
+        assert merged.isfinite().all()
 
 
 def copied():

@@ -32,7 +32,12 @@ FAMILIES = {
     "decoding": {"triton.decode.decode_kernel", "triton.decode.merge_kernel"},
     "grids": {"triton.grid.query_kernel", "triton.grid.key_kernel", "triton.backward.delta_kernel"},
     "merging": {"triton.merge.merge_kernel", "triton.merge.sum_kernel"},
-    "by_row": {"triton.rows.merge_kernel", "triton.rows.add_kernel", "triton.rows.zero_kernel"},
+    "by_row": {
+        "triton.rows.merge_kernel",
+        "triton.rows.add_kernel",
+        "triton.rows.zero_kernel",
+        "triton.rows.results_kernel",
+    },
     "copied": {"triton.copies.copy_kernel", "triton.copies.sum_kernel"},
     "curve": {"curves.kernels.decode_kernel", "curves.kernels.encode_kernel"},
 }
