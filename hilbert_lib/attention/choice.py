@@ -24,6 +24,7 @@ from hilbert_lib.attention.rules import (
     grid_rule,
 )
 from hilbert_lib.attention.starts import has_starts
+from hilbert_lib.attention.triton.hopper.division import is_reached
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -32,6 +33,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
+FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,14 @@ class Explanation:
         reasons: for every backend by name, "chosen" and its note, or why it was passed over; where it can serve, with
             its caveat.
         rule: where the order comes from in which "auto" tries them.
+        off_fast_path: why the fastest kernels of this GPU do not compute the call: "hopper" on Hopper, "triton"
+            elsewhere. "" where they do, and on a CPU.
     """
 
     chosen: str
     reasons: dict[str, str]
     rule: str
+    off_fast_path: str = ""
 
     @property
     def is_measured(self) -> bool:
@@ -56,6 +61,8 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = {**self.reasons, "auto goes by": self.rule}
+        if self.off_fast_path:
+            rows["off the fast path"] = self.off_fast_path
         width = max(map(len, rows))
         return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in rows.items())
 
@@ -196,7 +203,21 @@ def explain(
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    return Explanation(chosen, reasons, rule.record)
+    return Explanation(chosen, reasons, rule.record, _off_fast_path(chosen, q, k, call, reasons))
+
+
+def _off_fast_path(chosen: str, q: Tensor, k: Tensor, call: Request, reasons: dict[str, str]) -> str:
+    # The fastest kernels are those of this library that run on this GPU at all.
+    if q.device.type != "cuda":
+        return ""
+    backends = backends_for(call.pattern)
+    fastest = next((name for name in FASTEST if name in backends and not backends[name].here(q, call)), "")
+    if fastest not in ("", chosen):
+        return f"{fastest!r} {reasons[fastest]}"
+    if fastest == "hopper" and isinstance(call.pattern, DilatedPattern):
+        branches = [f"{w}:{r}" for w, r in call.pattern.branches if not is_reached(w, r, k.shape[1])]
+        return f"plain kernels compute the branches {' '.join(branches)}" if branches else ""
+    return ""
 
 
 def _reason(

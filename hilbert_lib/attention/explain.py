@@ -58,4 +58,4 @@ def _with_extra_queries(
     if not (found.chosen and chosen):
         return Explanation("", reasons, found.rule)
     reasons[found.chosen] += f"; {servers(inputs, request, chosen)}"
-    return Explanation(found.chosen, reasons, found.rule)
+    return Explanation(found.chosen, reasons, found.rule, found.off_fast_path)

@@ -3,6 +3,7 @@
 What is measured:
 
 workload      one call of any pattern: inputs, useful work, exact rows
+calls         one call with options likewise, and all its gradients
 exact_rows    a few rows of attention and of its gradients in float64
 baselines     other people's ways to dilated attention
 seeds         what the documents under examination published
@@ -42,6 +43,7 @@ PUBLIC = {
     "hilbert_lib.attention.backends.registry": ("BACKENDS",),
     "hilbert_lib.checks": ("integer", "integers", "one_of", "positive"),
     "hilbert_lib.lab.baselines": ("BASELINES",),
+    "hilbert_lib.lab.calls": ("Call",),
     "hilbert_lib.lab.clouds": ("CLOUDS", "made_room", "made_tissue"),
     "hilbert_lib.lab.environment": ("describe_environment", "say_hardware"),
     "hilbert_lib.lab.models": ("rollout",),

@@ -116,6 +116,8 @@ def _gathers(
 def _eager_refusal(q: Tensor, call: Request) -> str:
     if call.inverse is not None:
         return "no kv_ordering: it takes k and v in sequence order"
+    if call.cu_seqlens is not None:
+        return "no cu_seqlens: its steps are those of one sequence"
     return BACKENDS["flash" if q.is_cuda else "sdpa"].refusal(q, call)
 
 

@@ -99,7 +99,7 @@ class Workload:
         """Fields that distinguish it, for a record."""
         names = ("length", "heads", "head_dim", "is_causal", "dtype")
         groups = {} if self.kv_heads == self.heads else {"kv_heads": self.kv_heads}
-        return _fields_of(self.pattern) | {name: getattr(self, name) for name in names} | groups
+        return fields_of(self.pattern) | {name: getattr(self, name) for name in names} | groups
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -259,16 +259,18 @@ class Workload:
         return SAMPLED_CELL_KEYS if self.useful.pairs < self.heads * self.length**2 else 0
 
 
-def _fields_of(pattern: Pattern) -> dict:
-    # A pattern in a record.
+def fields_of(pattern: Pattern) -> dict:
+    """A pattern in a record: dilations and strides where there are any."""
     if isinstance(pattern, DilatedPattern):
         return {"branches": " ".join(f"{w}:{r}" for w, r in pattern.branches)}
     if isinstance(pattern, Neighbourhood):
-        return {"grid": list(pattern.shape), "window": list(pattern.window)}
+        steps = {name: list(getattr(pattern, name)) for name in ("dilation", "stride")}
+        steps = {name: values for name, values in steps.items() if set(values) != {1}}
+        return {"grid": list(pattern.shape), "window": list(pattern.window), **steps}
     if isinstance(pattern, PointNeighbourhood):
         return {"points": pattern.lists.queries, "window": list(pattern.window)}
     if isinstance(pattern, Union):
-        return {"union": [_fields_of(part) for part in pattern.patterns]}
+        return {"union": [fields_of(part) for part in pattern.patterns]}
     return {"attends": str(pattern)}
 
 

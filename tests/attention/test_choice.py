@@ -400,6 +400,46 @@ def test_extra_queries_go_to_dense_kernels_first(monkeypatch):
         assert order == (*dense, *fused, "eager")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ""),
+        ({"dropout_p": 0.1}, "'hopper' cannot serve: no dropout, got dropout_p=0.1; 'triton' serves it"),
+        ({"key_padding_mask": PADDING}, "'hopper' cannot serve: no key_padding_mask; 'triton' serves it"),
+        ({"backend": "triton"}, "'hopper' not asked for: 'triton' was"),
+    ],
+)
+def test_a_call_off_the_fast_path_says_why(monkeypatch, options, words):
+    # On fake tensors, by the rules of a Hopper GPU.
+    request = Request(PATTERN, **{name: value for name, value in options.items() if name != "backend"})
+    q = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"), is_cuda=True, dtype=torch.bfloat16, shape=(1, 64, 2, 8),
+        element_size=lambda: 2, requires_grad=False,
+    )  # fmt: skip
+    monkeypatch.setattr("hilbert_lib.attention.backends.backend.capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "kernel_mode", lambda: "compiled")
+    monkeypatch.setattr(fused, "absence", lambda device: "")
+    monkeypatch.setattr(choice, "rule_for", lambda *_, **__: HALF_RULES["Hopper"])
+    monkeypatch.setattr(choice, "failure", lambda *_: "")
+    monkeypatch.setattr(presence, "absence", lambda package: "absent")
+    found = choice.explain(q, q, request, options.get("backend", "auto"), gradient=False)
+    assert found.chosen == ("triton" if words else "hopper")
+    assert found.off_fast_path == words
+    assert ("off the fast path" in str(found)) == bool(words)
+
+
+def test_branches_of_plain_kernels_are_off_the_fast_path_and_a_cpu_has_none():
+    q = torch.ones(1, 8, 2, 4)
+    assert explain_backend(q, q, q, DilatedPattern((4,), (1,)), dropout_p=0.1).off_fast_path == ""
+    q = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=(1, 33, 2, 8))
+    backends = {"hopper": SimpleNamespace(here=lambda q, call: "")}
+    pattern = DilatedPattern((8, 64), (1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "backends_for", lambda pattern: backends)
+        words = choice._off_fast_path("hopper", q, q, Request(pattern), {"hopper": "chosen"})
+    assert words == "plain kernels compute the branches 64:2"
+
+
 def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
     monkeypatch.setattr("hilbert_lib.attention.choice.choose", lambda *_, **__: "")
     q = torch.ones(1, 8, 2, 4)

@@ -47,6 +47,11 @@ CASES = {
         {"l2_seq_len": 2048, "row_sizes": [128, 256], "dilation_rates": [4], "shown_dilation": 4, "seq_len": 1024}
         | {"heads": 2, "cache_row_sizes": [128, 256, 384]},
     ),
+    "an even window, options in half precision": (
+        "06c_options",
+        {"side": 9, "window": 4, "grid_heads": 1, "extra_keys": [2], "tokens": 96, "sequences": 3, "dtype": "bfloat16"}
+        | {"rivals": ["cudnn"], "video": [2, 5, 7]},
+    ),
     "a small picture, an even window": (
         "08_where_a_curve_pays",
         {"map_side": 20, "map_window": 6, "block_sizes": [7]},
@@ -95,6 +100,8 @@ WRONG = {
     "06_kernel_benchmarks": {"lengths": [], "heads": 1, "head_dims": [0], "segment_lengths": [0], "dilation_rates": []}
     | {"opponents": ["falsh"]},
     "06b_orders_and_counters": {"heads": 0, "layout_length": 0, "layout_dilations": [1, 1], "layout_row_bytes": [48]},
+    "06c_options": {"side": 7, "window": 12, "grid_heads": 0, "extra_keys": [0], "tokens": 48, "sequence_heads": 0}
+    | {"sequences": 3, "head_dim": 24, "dtype": "float64", "rivals": ["falsh"], "video": [24, 44], "repetitions": 0},
     "07_ring_attention": {"tokens": 0, "ranks": 0, "heads": 0, "head_dim": 0, "first_segment": 0, "timed_ranks": [0]}
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0}
     | {"grids": []},

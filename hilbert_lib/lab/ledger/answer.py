@@ -11,12 +11,11 @@ from pathlib import Path
 import pandas as pd
 
 from hilbert_lib.lab.ledger.cases import INTERVAL
-from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED, Band, Claim, When
-from hilbert_lib.lab.ledger.claims import LEDGER
+from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED, WAITS, Band, Claim, When
+from hilbert_lib.lab.ledger.claims import LEDGER, WAITING
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
 
 ROOT = REPORTS.parent
-WAITS = "waits for"
 JUDGED = ["claimed_least", "claimed_most", "as_claimed"]
 MOST = 0.85  # share of the cases under a condition that hold, and of the others that do not
 
@@ -99,8 +98,8 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
 
 
 def judged(name: str, records: list[dict]) -> tuple[str, pd.DataFrame]:
-    """The verdict that records which were just measured give on a claim, and its cases: `judge`."""
-    claim = LEDGER[name]
+    """The verdict that records which were just measured give on a claim, also one that waits, and its cases."""
+    claim = {**LEDGER, **WAITING}[name]
     return judge(claim.measure(records), claim.claimed, claim.when)
 
 

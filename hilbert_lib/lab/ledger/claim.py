@@ -9,6 +9,7 @@ import pandas as pd
 from hilbert_lib.lab.pairs import Side
 
 HOLDS, HOLDS_NOT, UNTESTED = "holds", "does not hold", "cannot be tested here"
+WAITS = "waits for"  # begins the verdict of a claim whose record is not committed yet
 BASES = ("", "as planned", "as predicted")
 DEVICES = ("cuda", "cpu")
 
@@ -41,7 +42,8 @@ class Claim:
     claim: what is claimed, in our words.
     source: numbers of the documents that claim it, as the project was given them.
     question: how it was made testable.
-    verdict: kept by hand, as it was read. A test compares it with what the cases give.
+    verdict: kept by hand, as it was read. A test compares it with what the cases give. "waits for: NOTEBOOK" keeps a
+        claim out of the ledger until that record is committed.
     quantity: what the value of a case is.
     record: the notebook whose records `measure` is given; empty where it computes its cases from nothing.
     measure: gives a table of cases (see `cases`).
@@ -81,6 +83,11 @@ class Claim:
     pairs: Callable[..., Iterable[tuple[Side, ...]]] | None = None
     device: str = "cuda"
 
+    @property
+    def waits(self) -> bool:
+        """Whether its record is not committed yet."""
+        return self.verdict == f"{WAITS}: {self.record}"
+
     def __post_init__(self):
         if bool(self.measure) == bool(self.tests):
             raise ValueError(f"measure or tests of {self.id} must be given, and not both; got {self.tests} as tests")
@@ -88,7 +95,7 @@ class Claim:
             raise ValueError(f"claimed of {self.id} must be given with measure, and only then; got {self.claimed}")
         if self.pairs and not self.record:
             raise ValueError(f"record of {self.id} must name what pairs write, got ''")
-        if not self.verdict.startswith((HOLDS, HOLDS_NOT, UNTESTED)):
+        if not self.waits and not self.verdict.startswith((HOLDS, HOLDS_NOT, UNTESTED)):
             kinds = f"{HOLDS!r}, {HOLDS_NOT!r} or {UNTESTED!r}"
             raise ValueError(f"verdict of {self.id} must start with {kinds}, got {self.verdict!r}")
         for name, allowed in (("basis", BASES), ("device", DEVICES)):

@@ -35,6 +35,7 @@ from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
+from hilbert_lib.lab.sweeps.video import step_table
 from hilbert_lib.lab.tables import both_ways, fused_name
 from hilbert_lib.patterns.dilated import DilatedPattern
 
@@ -64,7 +65,7 @@ def numbers() -> dict[str, str]:
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     slots |= {**_saved(), **_claims(), **_causes(), **_learning()}
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
-    slots |= _points()
+    slots |= {**_points(), **_video()}
     slots["runs"] = _runs()
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
@@ -291,6 +292,12 @@ def _points() -> dict:
     """
     slots = {"points_counted": models.POINTS, **_ends("points_used", models.tiles_along_curves().value)}
     return slots | _ends("points_lost", 100 * models.lost_by_patches().value, ".0f")
+
+
+def _video() -> dict[str, str]:
+    """Share of all pairs that a denoising step of a video model computes, in percent; and its inverse."""
+    step = step_table([]).iloc[-1]
+    return {"video_share": f"{100 * step.share:.1f}", "video_promised": f"{step.promised:.1f}"}
 
 
 def _learning() -> dict[str, str]:

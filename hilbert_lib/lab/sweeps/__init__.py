@@ -4,6 +4,8 @@ causes       04, 09: the documents' comparisons rebuilt, with one cause of a rat
 memory       05: CUDA graphs, memory pools and caches of patterns
 kernels      06: backends side by side, and what an order of k and v changes
 counters     06: what the hardware counts
+options      06c: what an option of a call costs, and what others take for it
+video        06c: the attention of a published video model
 over_ranks   07: a workload over ranks, and the ways that compute it
 sequences    07: those ways along a sequence
 halos        07: those ways on a grid
@@ -51,6 +53,15 @@ PUBLIC = {
         "text_trainings",
     ),
     "hilbert_lib.lab.sweeps.memory": ("graph_gains", "pair_table", "pool_comparison", "pool_table", "table_pairs"),
+    "hilbert_lib.lab.sweeps.options": (
+        "BASE",
+        "NOT_TRIED",
+        "OPTION_SWEEP",
+        "grid_rivals",
+        "option_table",
+        "run_options",
+        "sequence_rivals",
+    ),
     "hilbert_lib.lab.sweeps.over_ranks": ("OverRanks",),
     "hilbert_lib.lab.sweeps.points": (
         "LIST_SWEEP",
@@ -71,5 +82,14 @@ PUBLIC = {
     "hilbert_lib.lab.sweeps.ring_tables": ("PLANNED", "scaling_table", "spanning_pattern", "split_table"),
     "hilbert_lib.lab.sweeps.sequences": ("DENSE_RING", "GATHERED", "ORDERS", "SIDES"),
     "hilbert_lib.lab.sweeps.spread": ("ALONE",),
+    "hilbert_lib.lab.sweeps.video": (
+        "COSMOS_GRID",
+        "COSMOS_LAYERS",
+        "FULL",
+        "VIDEO_SWEEP",
+        "step_table",
+        "video_calls",
+        "video_rivals",
+    ),
 }
 __getattr__, __dir__ = lazily(__name__, PUBLIC)

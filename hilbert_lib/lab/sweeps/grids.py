@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import flex
+from hilbert_lib.attention.backends.flex_masks import FLEX_BLOCK
 from hilbert_lib.attention.validation import validated
 from hilbert_lib.internals import buffers_kept
 from hilbert_lib.lab.cache.neighbourhood import BLOCK, neighbourhood_orderings, of_axes, used_by_blocks, used_by_boxes
@@ -38,10 +39,22 @@ Attention = Callable[[Tensor, Tensor, Tensor, Ordering, Workload, str], Tensor]
 
 
 def attend_by_flex(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ordering: Ordering, *, kernel_options: dict | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    ordering: Ordering,
+    *,
+    block_size: int = FLEX_BLOCK,
+    kernel_options: dict | None = None,
+    **options,
 ) -> Tensor:
-    """The output of FlexAttention itself: behind the library's backend a backward would run the forward again."""
-    return flex.attend(*validated(q, k, v, pattern, ordering=ordering), kernel_options=kernel_options)[0]
+    """The output of FlexAttention itself: behind the library's backend a backward would run the forward again.
+
+    block_size, kernel_options: FlexAttention's own. options: those of `attend` that its mask knows.
+    """
+    call = validated(q, k, v, pattern, ordering=ordering, **options)
+    return flex.attend(*call, block_size, kernel_options)[0]
 
 
 def compare_kernels(

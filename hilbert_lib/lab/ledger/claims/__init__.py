@@ -8,16 +8,18 @@ backends     B: backends, dtypes, buffers, CUDA graphs
 safety       S: limits of memory
 grids        G: three claims of our own, of windows on grids and points
 learning     L: one of our own, of models that learn
+options      O: three of our own, of the options of a call and of a video model
 only         parameters that measure one sweep of a notebook alone
 
 A claim "holds" if all its cases do. If some do, `when` may state the condition; it counts only where most cases under
 it hold and most others do not. Else the claim "does not hold", and the verdict counts the cases that do.
 
 `hilbert claims` prints the table, `hilbert claims ID` an entry with its cases, `hilbert claims --rerun ID` measures it
-again.
+again. A claim whose record is not committed yet waits outside the ledger; its notebook judges what it measures by it.
 """
 
-from hilbert_lib.lab.ledger.claims import backends, cache_lines, grids, learning, mappings, ring, safety, speed
+from hilbert_lib.lab.ledger.claims import backends, cache_lines, grids, learning, mappings, options, ring, safety, speed
 
-SUBJECTS = (speed, cache_lines, mappings, ring, backends, safety, grids, learning)
-LEDGER = {claim.id: claim for subject in SUBJECTS for claim in subject.CLAIMS}
+SUBJECTS = (speed, cache_lines, mappings, ring, backends, safety, grids, learning, options)
+LEDGER = {claim.id: claim for subject in SUBJECTS for claim in subject.CLAIMS if not claim.waits}
+WAITING = {claim.id: claim for subject in SUBJECTS for claim in subject.CLAIMS if claim.waits}
