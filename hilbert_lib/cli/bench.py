@@ -3,10 +3,14 @@
 # Each command imports what it needs, so that --help does not wait for torch.
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hilbert_lib.cli.options import DTYPES, LOCAL, numbers, option, usage_errors, words, work_options
+
+if TYPE_CHECKING:
+    from hilbert_lib.lab.workload import Workload
 
 LENGTHS = "Tokens: 1k:1m doubles, 1k,4k,3000."
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -20,8 +24,8 @@ def bench() -> None:
     """Measure on this machine without taking it down.
 
     `attention` runs each point in a process of its own, under limits of memory and time; one that fails is recorded
-    with its cause, and costs no other. `backends` leaves out what would not fit into memory. The limits are those of
-    SafetyConfig, which variables set: HILBERT_SAFETY_MAX_MEMORY_SHARE, HILBERT_SAFETY_MAX_SECONDS and others.
+    with its cause, and costs no other. `backends` and `grids` leave out what would not fit into memory. The limits are
+    those of SafetyConfig, which variables set: HILBERT_SAFETY_MAX_MEMORY_SHARE, HILBERT_SAFETY_MAX_SECONDS and others.
 
     \b
     Example: hilbert bench attention --lengths 1k:64k --backends all
@@ -98,20 +102,47 @@ def backends(lengths, gradient, **sizes) -> None:
     \b
     Example: hilbert bench backends --lengths 1k:64k --head-dim 128 --causal
     """
+    from hilbert_lib.lab.workload import Workload
+
+    with usage_errors():
+        shared = _work(**sizes)
+    _measure({str(length): Workload(length=length, **shared) for length in lengths}, gradient)
+
+
+@bench.command()
+@click.argument("works", nargs=-1, required=True, metavar="WORK...")
+@dtype_option
+@click.option("--gradient", is_flag=True, help="Time forward and backward together.")
+def grids(works, dtype, gradient) -> None:
+    """Time the backends that can serve a window on a grid, and remember their order, as `backends` does.
+
+    A WORK names grid, window, heads and head_dim. Cells are stored row by row.
+
+    \b
+    Example: hilbert bench grids "256x256 33x33 8x128" "30x48x80 7x13x13 4x64" --gradient
+    """
+    from hilbert_lib.lab.workload import Workload
+
+    with usage_errors():
+        where = _where(dtype)
+        named = {text: Workload.on_grid(text, **where) for text in works}
+    _measure(named, gradient)
+
+
+def _measure(works: "dict[str, Workload]", gradient: bool) -> None:
+    """Print and keep the times of backends over the fastest one's, work by work."""
     from hilbert_lib.attention.measured_rules import folder
     from hilbert_lib.lab.selection import measured_times, remember_times
-    from hilbert_lib.lab.workload import Workload
     from hilbert_lib.limits.config import SafetyConfig
 
     with usage_errors():
         SafetyConfig.load()  # a variable that sets no limit is told before anything is measured
-        shared = _work(**sizes)
-    for length in lengths:
-        work = Workload(length=length, **shared)
+    for name, work in works.items():
         with usage_errors():
             times, medians = measured_times(work, gradient=gradient)
         fastest = min(times.values())
-        click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
+        told = ", ".join(f"{name} {time / fastest:.2f} ({medians[name]:.3g} ms)" for name, time in times.items())
+        click.echo(f"{name}  {told}")
         try:
             click.echo(f"kept in {remember_times(work, times, medians, gradient=gradient)}")
         except OSError as error:
@@ -119,14 +150,19 @@ def backends(lengths, gradient, **sizes) -> None:
             raise click.ClickException(message) from error
 
 
-def _work(segment_lengths, dilation_rates, dtype, causal, **sizes) -> dict:
-    """The work of a command, by name: the pattern, the device, the dtype, and the sizes as the user gave them."""
+def _where(dtype: str | None) -> dict:
+    """The device, and the dtype that the user gave or its default."""
     from hilbert_lib.limits.memory import device_or_default
     from hilbert_lib.machine import check_gpu
-    from hilbert_lib.patterns.dilated import DilatedPattern
 
     check_gpu()
     device = device_or_default(None)
-    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    pattern = DilatedPattern(segment_lengths, dilation_rates)
-    return {"pattern": pattern, "device": device, "dtype": dtype, "is_causal": causal, **sizes}
+    return {"device": device, "dtype": dtype or ("bfloat16" if device.type == "cuda" else "float32")}
+
+
+def _work(segment_lengths, dilation_rates, dtype, causal, **sizes) -> dict:
+    """The work of a command, by name: the pattern, the device, the dtype, and the sizes as the user gave them."""
+    from hilbert_lib.patterns.dilated import DilatedPattern
+
+    where = _where(dtype)
+    return {"pattern": DilatedPattern(segment_lengths, dilation_rates), "is_causal": causal, **where, **sizes}

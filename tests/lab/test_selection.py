@@ -152,12 +152,12 @@ def test_the_command_measures_and_auto_goes_by_it(place):
     options += ["--segment-lengths", "8,32", "--dilation-rates", "1,4"]
     lines = call("bench", "backends", *options).splitlines()
     assert len(lines) == 4
-    assert " 1.00, " in lines[0]
+    assert " 1.00 (" in lines[0]
     for length, line in ((64, lines[0]), (100, lines[2])):
         q = torch.randn(1, length, 2, 8)
         explanation = explain_backend(q, q, q, PATTERN)
         assert explanation.is_measured
-        assert line.startswith(f"{length}  {explanation.chosen} 1.00, ")
+        assert line.startswith(f"{length}  {explanation.chosen} 1.00 (")
     held = [json.loads(path.read_text()) for path in place.iterdir()]
     assert len(held) == 2
     assert pd.Series(held[0]["times_ms"]).gt(0).all()
@@ -180,6 +180,10 @@ def test_a_grid_is_measured_as_a_sequence_is(monkeypatch):
     explanation = explain_backend(q, q, q, near)
     assert explanation.is_measured
     assert explanation.chosen == chosen in ("eager", "sdpa")
+    told, kept = call("bench", "grids", "8x8 3x3 2x8").splitlines()
+    assert told.startswith(f"8x8 3x3 2x8  {explain_backend(q, q, q, near).chosen} 1.00 (")
+    assert kept.startswith("kept in ")
+    assert "works must be grids, windows" in call("bench", "grids", "8x8 0x3 2x8", status=2)
     order = Ordering.from_curve("hilbert", 64, grid=(8, 8))
     assert not explain_backend(q, q, q, near, ordering=order).is_measured  # another class of calls
     assert not explain_backend(q, q, q, Neighbourhood((8, 8), 5)).is_measured
