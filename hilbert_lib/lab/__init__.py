@@ -18,6 +18,7 @@ timers        the clocks of the host and of a CUDA device
 timing        samples of one call, and of two in turn
 sustained     calls back to back
 training      small models trained, and what they lose on what they have not seen
+resolutions   ways to full attention with fewer keys, and what they are off
 pairs         calls checked, compared, timed and recorded
 selection     a backend chosen by measurement
 guarded       points in processes of their own, within limits of memory and time
@@ -57,7 +58,8 @@ PUBLIC = {
         "read_records",
         "records_to_draw",
     ),
-    "hilbert_lib.lab.samples": ("sample_image", "text_qkv"),
+    "hilbert_lib.lab.resolutions": ("error_table", "run_approximations"),
+    "hilbert_lib.lab.samples": ("picture_parts", "sample_image", "text_qkv"),
     "hilbert_lib.lab.seeds": ("seed_hilbert_d2xy", "seed_key_sets"),
     "hilbert_lib.lab.selection": ("SELECTION", "choice_pairs", "choice_table"),
     "hilbert_lib.lab.tables": ("both_ways", "fused_name", "ratio_table", "side_table", "sides_of"),

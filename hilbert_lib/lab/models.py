@@ -1,4 +1,4 @@
-"""Small models of notebook 10, made of this library's modules: of bytes, of pictures, and of slides.
+"""Small models of notebooks 10 and 14, made of this library's modules: of bytes, of pictures, and of slides.
 
 Blocks are pre-norm transformer blocks. What a block attends to is all in which two models differ.
 """
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hilbert_lib.attention.caches import KeyValueCache
 from hilbert_lib.attention.modules import MultiheadDilatedAttention
 from hilbert_lib.attention.weights import NO_KEY, attention_weights
+from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 BYTES = 256
@@ -30,7 +31,11 @@ def rotary(q: Tensor, k: Tensor, places: Tensor | tuple[int, ...]) -> tuple[Tens
     >>> bool(scores[1, 0].isclose(scores[2, 1]))  # a score depends on the distance alone
     True
     """
-    axes = _axes(places, q.device) if isinstance(places, tuple) else [places]
+    return turned_along(q, k, _axes(places, q.device) if isinstance(places, tuple) else [places])
+
+
+def turned_along(q: Tensor, k: Tensor, axes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """`rotary` of tokens in any order, whose coordinates are given along each axis: (1, seq) or (batch, seq) each."""
     pairs = q.shape[-1] // (2 * len(axes))  # of numbers that one axis turns
     wave_numbers = LONGEST_WAVE ** (-torch.arange(pairs, device=q.device) / max(1, pairs))
     angles = torch.cat([axis[..., None] * wave_numbers for axis in axes], dim=-1)[:, :, None]
@@ -126,6 +131,53 @@ class PictureModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         return pixels + self.head(self.norm(x))[..., 0]
+
+
+class AlongOrder(nn.Module):
+    """Dilated attention along an order of a grid's cells, called as `NeighbourhoodAttention` is; not causal.
+
+    Positions are turned in by their row and column: the order decides which tokens see each other, and nothing else.
+    """
+
+    def __init__(self, width: int, heads: int, pattern: DilatedPattern, ordering: Ordering, shape: tuple[int, int]):
+        super().__init__()
+        axes = [line[:, ordering.perm] for line in _axes(shape, torch.device("cpu"))]
+        self.register_buffer("axes", torch.stack(axes), persistent=False)
+        self.ordering = ordering
+
+        def placed(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            return turned_along(q, k, self.axes.unbind())
+
+        self.attention = MultiheadDilatedAttention(width, heads, pattern, batch_first=True, prepare=placed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.attention(self.ordering.apply(x.flatten(1, 2), dim=1))
+        return self.ordering.undo(out, dim=1).view_as(x)
+
+
+class PatchModel(nn.Module):
+    """A model that fills in pictures: patches, (batch, rows, columns, pixels), some of them hidden, to all patches.
+
+    is_hidden (batch, rows, columns) bool: a learned token stands for each such patch.
+    """
+
+    def __init__(self, pixels: int, width: int, attentions: Sequence[nn.Module]):
+        super().__init__()
+        self.embedding = nn.Linear(pixels, width)
+        self.hidden_token = nn.Parameter(0.02 * torch.randn(width))
+        self.blocks = nn.ModuleList(Block(width, attention) for attention in attentions)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, pixels)
+
+    def tokens(self, patches: Tensor, is_hidden: Tensor) -> Tensor:
+        """What the first block is given, (batch, rows, columns, width)."""
+        x = self.embedding(patches)
+        return torch.where(is_hidden[..., None], self.hidden_token.to(x.dtype), x)
+
+    def forward(self, patches: Tensor, is_hidden: Tensor) -> Tensor:
+        x = self.tokens(patches, is_hidden)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class SlideModel(nn.Module):

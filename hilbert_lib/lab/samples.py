@@ -1,5 +1,6 @@
 """The input of the notebooks: a text that ships with Python, pictures of matplotlib and scikit-image, made slides."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from hilbert_lib.checks import integer
 # Of scikit-image, whose wheel has them; each is in the public domain or CC0. Models learn from the first alone.
 LEARNT_PICTURES = ("astronaut", "coffee", "rocket", "grass", "brick", "gravel")
 HELD_OUT_PICTURES = ("camera", "chelsea")
+MORE_HELD_OUT_PICTURES = (*HELD_OUT_PICTURES, "immunohistochemistry", "hubble_deep_field", "retina")
 HELD_OUT_TEXT = 0.1  # share of the text, at its end
 
 
@@ -65,10 +67,10 @@ def sample_image(rows: int, cols: int) -> np.ndarray:
     return torch.nn.functional.adaptive_avg_pool2d(pictures, (int(rows), int(cols)))[0, 0].numpy()
 
 
-def picture_parts() -> tuple[list[Tensor], list[Tensor]]:
+def picture_parts(held_out: Sequence[str] = HELD_OUT_PICTURES) -> tuple[list[Tensor], list[Tensor]]:
     """Grey photographs at half their size, (rows, columns) float32 from 0 to 1: those to learn from, and held-out ones.
 
-    No picture is in both parts.
+    No picture is in both parts: the second are those named.
     """
     from skimage import data
 
@@ -77,7 +79,7 @@ def picture_parts() -> tuple[list[Tensor], list[Tensor]]:
         pixels = pixels[..., :3].mean(dim=-1) if pixels.dim() == 3 else pixels
         return torch.nn.functional.avg_pool2d(pixels[None], 2)[0]
 
-    return list(map(grey, LEARNT_PICTURES)), list(map(grey, HELD_OUT_PICTURES))
+    return list(map(grey, LEARNT_PICTURES)), list(map(grey, held_out))
 
 
 def made_slides(batch: int, side: int, features: int, *, generator: torch.Generator, shift: float = 8.0) -> Slides:

@@ -22,7 +22,8 @@ class Training:
 
     name: of what its tokens attend to. parameters: what else tells it from others; "sweep" and "seed" are among them.
     make: the model, after torch's seed is set. loss: of the model on a batch that a generator draws. held_out: the
-    same on what is not learnt. steps: batches. tokens: of a batch. rate: the largest, of AdamW.
+    same on what is not learnt, a tensor of one loss, or of several: one for each picture. steps: batches. tokens: of a
+    batch. rate: the largest, of AdamW.
     """
 
     name: str
@@ -47,24 +48,26 @@ def fit(training: Training, *, device: torch.device | str) -> tuple[nn.Module, d
         losses = _learn(model, training, generator)
         seconds = time.perf_counter() - start
         with torch.no_grad():
-            held_out = training.held_out(model).item()
+            held_out = training.held_out(model).float()
     record = {
         "kind": KIND,
         "name": training.name,
         "parameters": training.parameters,
-        "loss": held_out,
+        "loss": held_out.mean().item(),
         "curve": _curve(losses, training.tokens),
         "weights": sum(weight.numel() for weight in model.parameters()),
         "seconds": seconds,
     }
+    if held_out.dim():
+        record["losses"] = held_out.tolist()
     return model, record
 
 
 def run_trainings(trainings: Iterable[Training], *, device: torch.device | str, output_dir: str = "") -> list[dict]:
     """Train each model, and keep its record in a folder's results.jsonl. What is there already is not trained again.
 
-    A record has name, parameters, loss (held-out), curve (pairs of tokens and the loss while learning, a mean over
-    steps), weights (how many the model has) and seconds.
+    A record has name, parameters, loss (held-out; the mean of several, which are `losses`), curve (pairs of tokens and
+    the loss while learning, a mean over steps), weights (how many the model has) and seconds.
     """
     kept = Kept(output_dir, _key)
     records = []

@@ -70,6 +70,11 @@ CASES = {
         {"drawn": 256, "query": 0, "tissue_window": 3, "room_window": 7, "counted": 1024, "patch_size": 300}
         | {"works": ["room 100 3 1x8"], "repetitions": 3, "seconds": 0.05},
     ),
+    "a small grid, one seed": (
+        "14_directions",
+        {"grid_side": 64, "first_segment": 100, "seen_windows": [3, 9], "searched_points": 200, "swaps": 100}
+        | {"picture_steps": 20, "picture_side": 16, "order_side": 8, "order_layers": 2, "order_steps_seeds": [12, 1]},
+    ),
 }
 
 
@@ -111,6 +116,9 @@ WRONG = {
     "10_in_a_model": {"text_attentions": ["dilated"], "steps": 0, "text_length": 4, "text_width": 24, "layers": 0}
     | {"picture_side": 4, "context_lengths": [8], "first_segment": 0, "heads": 0, "head_dim": 7, "dtype": "half"}
     | {"slide": [16, 60, 2]},
+    "14_directions": {"grid_side": 8, "first_segment": 0, "seen_windows": [4], "searched_points": 100, "swaps": 1}
+    | {"picture_steps": 0, "picture_side": 18, "order_side": 24, "order_width": 24, "order_layers": 0}
+    | {"order_batch": 0, "order_steps_seeds": [3, 2]},
     "13_points": {"drawn": 100, "query": 4096, "tissue_window": 4, "room_window": 0, "counted": 1, "patch_size": 1}
     | {"works": ["room 64 4 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0},
 }

@@ -6,12 +6,18 @@ l2             what a cache of a given size can reuse
 predicted      what the hardware should count in one launch
 grid           how compact blocks of slots are on a grid
 neighbourhood  blocks touched, and rows exchanged, by a window on a grid
+bound          keys that a block of cells sees at least, orders that reach it, and bricks
+annealing      orders of work over points that are searched
+along_curve    the neighbours that a head of a dilated pattern sees along an order
 points         tiles and blocks over points by order of work, and the neighbours that patches keep
 """
 
 from hilbert_lib.lazy import lazily
 
 PUBLIC = {
+    "hilbert_lib.lab.cache.along_curve": ("cells_seen", "count_along_curve", "keys_of_a_query", "window_of"),
+    "hilbert_lib.lab.cache.annealing": ("annealing_table", "run_annealing"),
+    "hilbert_lib.lab.cache.bound": ("block_panels", "count_bound", "every_set"),
     "hilbert_lib.lab.cache.cache": ("FETCH_BYTES", "KEY_ORDERS", "LINE_BYTES"),
     "hilbert_lib.lab.cache.grid": ("block_compactness", "grid_orderings"),
     "hilbert_lib.lab.cache.l2": ("GPUS", "hit_rates"),

@@ -9,6 +9,7 @@ locality  what a branch reads of what is stored
 grids     what a block of queries reads on a grid
 clouds    points along an order, and what a block of them sees
 options   what each option keeps of its base work's speed
+directions  a dilated pattern along an order of a grid
 ring      what ranks send
 verdict   what is claimed beside what was measured
 """
@@ -18,6 +19,7 @@ from hilbert_lib.lazy import lazily
 PUBLIC = {
     "hilbert_lib.lab.figures.clouds": ("draw_clouds", "draw_reach", "draw_words"),
     "hilbert_lib.lab.figures.curves": ("draw_paths", "draw_volumes", "path_table"),
+    "hilbert_lib.lab.figures.directions": ("PATTERNS", "draw_neighbours"),
     "hilbert_lib.lab.figures.grids": ("draw_block_maps", "draw_idea", "draw_reads"),
     "hilbert_lib.lab.figures.locality": ("draw_reading", "draw_storage_map"),
     "hilbert_lib.lab.figures.options": ("share_bars",),

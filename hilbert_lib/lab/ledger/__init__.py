@@ -27,6 +27,7 @@ PUBLIC = {
         "over_sequence",
         "point_gains",
     ),
+    "hilbert_lib.lab.ledger.learning": ("orders_over_rows",),
     "hilbert_lib.lab.ledger.rerun": ("claim_pairs",),
     "hilbert_lib.lab.ledger.ring": ("overlap_and_scaling",),
 }

@@ -13,7 +13,14 @@ from statistics import median
 import pandas as pd
 
 from hilbert_lib.files import write_whole
+from hilbert_lib.lab import resolutions
+from hilbert_lib.lab.cache.along_curve import ORDERS as ALONG
+from hilbert_lib.lab.cache.along_curve import PATTERN as LONGNET
+from hilbert_lib.lab.cache.along_curve import SIDE, count_along_curve, keys_of_a_query, window_of
+from hilbert_lib.lab.cache.annealing import annealing_table
+from hilbert_lib.lab.cache.bound import BOUND, BRICKS, count_bound
 from hilbert_lib.lab.cache.neighbourhood import least_window
+from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger import kernels, models
 from hilbert_lib.lab.ledger.answer import ROOT, answer
@@ -31,6 +38,7 @@ from hilbert_lib.lab.records import (
     read_records,
     run_environment,
 )
+from hilbert_lib.lab.resolutions import error_table
 from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
@@ -42,6 +50,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
 TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")
 CHOICE, KERNELS, ORDERS = "05_backend_selection", "06_kernel_benchmarks", "06b_orders_and_counters"
+DIRECTIONS = "14_directions"
 RING, GRIDS = "07_ring_attention", "08b_kernels_on_grids"
 DENSE = "cuDNN, dense"  # a sweep of 08b, and a kernel of it
 FASTER = 1.01  # an order counts as faster from one per cent on
@@ -65,7 +74,7 @@ def numbers() -> dict[str, str]:
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     slots |= {**_saved(), **_claims(), **_causes(), **_learning()}
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
-    slots |= {**_points(), **_video()}
+    slots |= {**_points(), **_video(), **_orders_of_grids(), **_searched_and_approximated()}
     slots["runs"] = _runs()
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
@@ -298,6 +307,41 @@ def _video() -> dict[str, str]:
     """Share of all pairs that a denoising step of a video model computes, in percent; and its inverse."""
     step = step_table([]).iloc[-1]
     return {"video_share": f"{100 * step.share:.1f}", "video_promised": f"{step.promised:.1f}"}
+
+
+def _orders_of_grids() -> dict:
+    """Keys of 64 queries and blocks that hold them, by order, at a window of 5 x 5; and what heads of a dilated pattern
+    along an order see of a window of 17 x 17, in percent.
+    """
+    counts = count_bound([((128, 128), (5, 7, 9, 11))], orders=["raster", "hilbert", BRICKS])
+    keys, blocks = (counts.pivot(index="window", columns="order", values=column) for column in ("keys", "blocks"))
+    slots = {"bound_keys": f"{keys[BOUND][5]:.0f}", "bound_row": f"{keys.raster[5]:.0f}"}
+    slots |= {"bricks_blocks": f"{blocks[BRICKS][5]:.0f}", "squares_blocks": f"{blocks.hilbert[5]:.0f}"}
+    slots["bricks_window"] = int(blocks.index[blocks[BRICKS] < blocks.hilbert].max())
+    seen = count_along_curve(windows=[17]).set_index("order").share
+    slots |= {f"along_{order}": f"{100 * seen[order]:.0f}" for order in ALONG}
+    dilated = keys_of_a_query(LONGNET, SIDE**2)
+    return slots | {"along_keys": f"{dilated:,.0f}", "along_window": window_of(dilated)}
+
+
+def _searched_and_approximated() -> dict:
+    """Fewer keys that a search over points finds at most, in percent; and how far two resolutions, a window and chosen
+    blocks are off full attention, in percent, at as many keys.
+    """
+    run = newest_run(DIRECTIONS) or newest_run(DIRECTIONS, machines=REPORTS.glob(MACHINES))
+    records = read_records(run / RESULTS)
+    search = annealing_table(records)
+    ends = search.groupby(["cloud", "start"])["keys"].agg(["first", "last"])
+    fewer = 1 - ends["last"].groupby("cloud").min() / ends["first"].xs(HALVED, level="start")
+    slots = {"searched": f"{100 * max(0.0, fewer.max()):.1f}", "searched_swaps": f"{search.tried.max():,}"}
+    slots["searched_points"] = f"{search.points.max():,}"
+    errors = error_table(records)
+    errors = errors[errors.near == 3].set_index("way")
+    ways = {"near": resolutions.NEAR, "alone": resolutions.NEAR_ALONE, "chosen": resolutions.CHOSEN}
+    slots |= {f"means_{name}": f"{100 * errors.error[way]:.1f}" for name, way in ways.items()}
+    slots["means_gain"] = f"{errors.error[resolutions.NEAR_ALONE] / errors.error[resolutions.NEAR]:.1f}"
+    (side,) = {record["parameters"]["side"] for record in records if record.get("kind") == resolutions.KIND}
+    return slots | {"means_keys": int(errors["keys"].iloc[0]), "means_tokens": f"{side**2:,}"}
 
 
 def _learning() -> dict[str, str]:

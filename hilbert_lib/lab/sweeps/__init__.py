@@ -14,7 +14,7 @@ ring         07: what ranks measure
 ring_tables  07: what is planned
 ring_trace   07: the exchange in one call
 grids        08: kernels on a grid, with the tokens in every order
-learning     10: small models that learn from text, pictures and slides
+learning     10, 14: small models that learn from text, pictures and slides, and along orders of a picture
 contexts     10: a model's step and decoding by length of context
 points       13: attention over points by lists and by their rivals
 """
@@ -44,10 +44,13 @@ PUBLIC = {
     "hilbert_lib.lab.sweeps.halos": ("GRID_RESULTS", "RECTANGLES", "RUNS", "SHARDINGS", "STRIPS", "halo_table"),
     "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "single_branches"),
     "hilbert_lib.lab.sweeps.learning": (
+        "LEARNT_ORDERS",
         "PICTURES",
         "TEXT",
         "TEXT_ATTENTIONS",
         "drawn_slides",
+        "noisy_crops",
+        "order_trainings",
         "picture_trainings",
         "slide_training",
         "text_trainings",

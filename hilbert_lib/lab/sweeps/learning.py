@@ -1,4 +1,5 @@
-"""The trainings of notebook 10: a causal LongNet on text and windows on pictures, each beside a twin.
+"""The trainings of notebooks 10 and 14: a causal LongNet on text and windows on pictures, each beside a twin; and
+dilated attention along orders of a picture's patches.
 
 The twin has the same weights, batches and steps. A token of it attends to itself alone: its attention is switched off.
 """
@@ -10,18 +11,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from hilbert_lib.attention.grid_module import NeighbourhoodAttention
-from hilbert_lib.lab.models import AlongSequence, ByteModel, PictureModel, SlideModel, rotary
-from hilbert_lib.lab.samples import Slides, made_slides, picture_parts, text_parts
+from hilbert_lib.lab.cache.along_curve import keys_of_a_query, window_of
+from hilbert_lib.lab.models import AlongOrder, AlongSequence, ByteModel, PatchModel, PictureModel, SlideModel, rotary
+from hilbert_lib.lab.samples import MORE_HELD_OUT_PICTURES, Slides, made_slides, picture_parts, text_parts
 from hilbert_lib.lab.training import Training
+from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 
-TEXT, PICTURES, SLIDES = "text", "pictures", "slides"
+TEXT, PICTURES, SLIDES, LEARNT_ORDERS = "text", "pictures", "slides", "orders"
 TWIN = "itself alone"
 DILATED, DENSE, WINDOWS = "dilated", "dense", "windows"
 TEXT_RATE, PICTURE_RATE, SLIDE_RATE = 3e-2, 4e-2, 3e-3  # of AdamW, for models of some 10,000 weights
 NOISE = 0.2  # standard deviation of what is added to pixels from 0 to 1
 HELD_OUT_ROWS, HELD_OUT_CROPS, HELD_OUT_SLIDES, HELD_OUT_SEED = 64, 64, 32, 10**6
 TILE_FEATURES = 8
+PATCH_RATE = 1e-2
+HIDDEN = 0.5  # share of the patches of a crop
 TEXT_ATTENTIONS = (DILATED, DENSE, WINDOWS, TWIN)
 REFERENCE_WIDTH = 32  # of models that learn at these rates; wider ones take a smaller rate
 
@@ -105,8 +110,7 @@ def picture_trainings(
     learnt, held_out = picture_parts()
 
     def error(model: nn.Module, pictures: list[Tensor], count: int, generator: torch.Generator) -> Tensor:
-        clean = _crops(pictures, count, side, generator)
-        noisy = clean + NOISE * torch.randn(clean.shape, generator=generator)
+        clean, noisy = noisy_crops(pictures, count, side, generator=generator)
         return mse_loss(model(noisy.to(device)).float(), clean.to(device))
 
     def held_out_error(model: nn.Module) -> Tensor:
@@ -130,6 +134,77 @@ def picture_trainings(
                 tokens=batch * side**2,
                 rate=_rate(PICTURE_RATE, width),
             )
+
+
+def noisy_crops(pictures: list[Tensor], count: int, side: int, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Crops of side x side pixels, (count, side, side) from -0.5 to 0.5, and the same with noise."""
+    clean = _crops(pictures, count, side, generator)
+    return clean, clean + NOISE * torch.randn(clean.shape, generator=generator)
+
+
+def order_trainings(
+    orders: Sequence[str],
+    seeds: Sequence[int],
+    pattern: DilatedPattern,
+    *,
+    width: int,
+    heads: int,
+    layers: int,
+    side: int,
+    patch: int,
+    batch: int,
+    steps: int,
+    device: torch.device | str,
+) -> Iterator[Training]:
+    """A model that fills in hidden patches of crops, with dilated attention along each order, and with a window.
+
+    A crop is side x side patches of patch x patch pixels, of which a half is hidden. `WINDOWS` among the orders is the
+    window that computes as many pairs, or a little fewer. The loss is the squared error of hidden pixels. The held-out
+    loss is one for each of `MORE_HELD_OUT_PICTURES`, over as many crops as a batch has. Models of one seed see the same
+    crops.
+    """
+    learnt, held_out = picture_parts(MORE_HELD_OUT_PICTURES)
+    window = window_of(keys_of_a_query(pattern, side**2, heads))
+
+    def error(model: nn.Module, pictures: list[Tensor], count: int, generator: torch.Generator) -> Tensor:
+        clean, is_hidden = hidden_patches(pictures, count, side, patch, generator=generator)
+        clean, is_hidden = clean.to(device), is_hidden.to(device)
+        return mse_loss(model(clean, is_hidden).float()[is_hidden], clean[is_hidden])
+
+    def held_out_errors(model: nn.Module) -> Tensor:
+        generator = torch.Generator().manual_seed(HELD_OUT_SEED)
+        return torch.stack([error(model, [each], batch, generator) for each in held_out])
+
+    branches = " ".join(f"{w}:{r}" for w, r in pattern.branches)
+    sizes = {"width": width, "heads": heads, "layers": layers, "side": side, "patch": patch, "batch": batch}
+    for seed in seeds:
+        for name in orders:
+
+            def attention(name: str = name) -> nn.Module:
+                if name == WINDOWS:
+                    return NeighbourhoodAttention(width, heads, window, prepare=rotary)
+                ordering = Ordering.from_curve(name, side**2, grid=(side, side))
+                return AlongOrder(width, heads, pattern, ordering, (side, side))
+
+            yield Training(
+                name,
+                {"sweep": LEARNT_ORDERS, "seed": seed, "branches": branches, "window": window, "steps": steps, **sizes},
+                lambda attention=attention: PatchModel(patch**2, width, [attention() for _ in range(layers)]),
+                lambda model, generator: error(model, learnt, batch, generator),
+                held_out_errors,
+                steps=steps,
+                tokens=batch * side**2,
+                rate=_rate(PATCH_RATE, width),
+            )
+
+
+def hidden_patches(
+    pictures: list[Tensor], count: int, side: int, patch: int, *, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Crops in patches, (count, side, side, patch^2) from -0.5 to 0.5; and (count, side, side) bool, True = hidden."""
+    crops = _crops(pictures, count, side * patch, generator)
+    patches = crops.unflatten(2, (side, patch)).unflatten(1, (side, patch)).transpose(2, 3).flatten(3)
+    return patches, torch.rand(patches.shape[:3], generator=generator) < HIDDEN
 
 
 def slide_training(
