@@ -22,7 +22,7 @@ from hilbert_lib.lab.cache.bound import BOUND, BRICKS, count_bound
 from hilbert_lib.lab.cache.neighbourhood import least_window
 from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
-from hilbert_lib.lab.ledger import kernels, models
+from hilbert_lib.lab.ledger import kernels, learning, models
 from hilbert_lib.lab.ledger.answer import ROOT, answer
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
@@ -74,7 +74,7 @@ def numbers() -> dict[str, str]:
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     slots |= {**_saved(), **_claims(), **_causes(), **_learning()}
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
-    slots |= {**_points(), **_video(), **_orders_of_grids(), **_searched_and_approximated()}
+    slots |= {**_points(), **_video(), **_orders_of_grids(), **_searched_and_approximated(), **_learnt_orders()}
     slots["runs"] = _runs()
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
@@ -342,6 +342,16 @@ def _searched_and_approximated() -> dict:
     slots["means_gain"] = f"{errors.error[resolutions.NEAR_ALONE] / errors.error[resolutions.NEAR]:.1f}"
     (side,) = {record["parameters"]["side"] for record in records if record.get("kind") == resolutions.KIND}
     return slots | {"means_keys": int(errors["keys"].iloc[0]), "means_tokens": f"{side**2:,}"}
+
+
+def _learnt_orders() -> dict:
+    """Held-out loss with each order over that with rows, in words, of the record of a GPU."""
+    if not (records := committed_records(DIRECTIONS)):
+        return {"learnt_orders": "not recorded yet"}
+    cases = learning.orders_over_rows(records)
+    told = (f"{row.name} {row.value:.3f} ({row.low:.3f} to {row.high:.3f})" for row in cases.itertuples(index=False))
+    about = f"{cases.seeds.iloc[0]} seeds, {cases.pictures.iloc[0]} pictures"
+    return {"learnt_orders": f"{', '.join(list(told)[1:])}; {about}"}
 
 
 def _learning() -> dict[str, str]:
