@@ -12,7 +12,7 @@ from hilbert_lib.lab.ledger.answer import ROOT, answers
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.ledger.numbers import SLOT, fill, filled_texts, numbers
-from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records
+from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records
 
 pytestmark = pytest.mark.evidence
 WAITING = {"13"}  # notebooks whose first run on a GPU is still to be made
@@ -56,6 +56,27 @@ def test_the_table_of_runs_has_the_newest_of_each_notebook_and_machine():
     assert {name for _, name in kinds} == notebooks - WAITING
     newest = newest_run("06_kernel_benchmarks").relative_to(ROOT).as_posix()
     assert newest in folders
+
+
+def test_what_became_of_the_other_ideas_is_counted_or_of_the_record():
+    slots = numbers()
+    assert slots["bound_keys"] == str((8 + 5 - 1) ** 2)
+    assert slots["bound_row"] == str((64 + 5 - 1) * 5)
+    assert slots["along_keys"] == f"{sum(2048 // 2**branch for branch in range(5)):,}"
+    assert int(slots["along_window"]) ** 2 == pytest.approx(3968, rel=0.01)
+    run = newest_run("14_directions") or newest_run("14_directions", machines=REPORTS.glob(MACHINES))
+    kinds = {}
+    for record in read_records(run / RESULTS):
+        kinds.setdefault(record["kind"], []).append(record)
+    fewer = []
+    for cloud in ("tissue", "room"):
+        searched = {each["name"]: each["keys"] for each in kinds["annealing"] if each["parameters"]["cloud"] == cloud}
+        fewer.append(1 - min(keys[-1] for keys in searched.values()) / searched["hilbert, halved"][0])
+    assert slots["searched"] == f"{100 * max(fewer):.1f}"
+    errors = {each["name"]: each["errors"] for each in kinds["approximation"] if each["parameters"]["near"] == 3}
+    near, alone = (statistics.mean(errors[way]) for way in ("near tokens and means", "near tokens alone"))
+    assert slots["means_near"] == f"{100 * near:.1f}"
+    assert slots["means_gain"] == f"{alone / near:.1f}"
 
 
 def test_speeds_are_those_of_the_records_samples():
