@@ -169,7 +169,7 @@ class PatchModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, pixels)
 
     def tokens(self, patches: Tensor, is_hidden: Tensor) -> Tensor:
-        """What the first block is given, (batch, rows, columns, width)."""
+        """Input of the first block, (batch, rows, columns, width)."""
         x = self.embedding(patches)
         return torch.where(is_hidden[..., None], self.hidden_token.to(x.dtype), x)
 

@@ -106,7 +106,7 @@ def approximations(
 def run_approximations(
     model: PictureModel, pictures: Tensor, *, cell: int, nears: Sequence[int], output_dir: str = ""
 ) -> list[dict]:
-    """What each way is off full attention on a model's q, k and v of pictures (batch, rows, columns).
+    """Errors of each way against full attention on a model's q, k and v of pictures (batch, rows, columns).
 
     A record for each way and width of the near part: name, parameters (near, cell, side and keys of a query), errors:
     |out - full| / |full| of each picture; kept in a folder's results.jsonl, and not once more if it is there already.
