@@ -6,7 +6,7 @@ fails, is recorded with its reason. Ours is timed alone, and then in turn with e
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from math import nan
 from time import perf_counter
@@ -221,10 +221,13 @@ def run_options(
             for direction in directions[:1] if call.queries else directions:
                 about = {"sweep": sweep_name, "base": base, "option": option, "direction": direction}
                 about |= call.parameters
+                own = Case(OURS, print, about, 0.0)
+                checked_own = cache(partial(_checked, call, call.by, own))  # once for all rivals
                 for name, make in makers.items():
-                    names = (name, OURS) if rivals else (OURS,)
-                    cases = [Case(each, print, about, 0.0) for each in names]
-                    yield tuple(cases), partial(_measured, call, make, cases, **how)
+                    case = Case(name, print, about, 0.0)
+                    cases = (case, own) if rivals else (own,)
+                    makes = (partial(_checked, call, make, case), checked_own) if rivals else (checked_own,)
+                    yield cases, partial(_measured, call, cases, makes, **how)
             for drawn in ("inputs", "douts", "_exact"):  # only one call's tensors are in memory
                 vars(call).pop(drawn, None)
 
@@ -232,30 +235,34 @@ def run_options(
 
 
 def _measured(
-    call: Call, make: Callable[[], Way], cases: list[Case], *, device: torch.device, repetitions: int, seconds: float
+    call: Call,
+    cases: Sequence[Case],
+    makes: Sequence[Callable[[], Case]],
+    *,
+    device: torch.device,
+    repetitions: int,
+    seconds: float,
 ) -> dict:
-    # The record of a way alone, or of one in turn with ours; what goes wrong with the way is its reason.
-    first, *others = cases
-    direction, is_timed = first.parameters["direction"], device.type == "cuda"
+    # The record of ours alone, or of a rival in turn with ours; what goes wrong with either is the reason.
+    is_timed = device.type == "cuda"
     if is_timed:
         torch.cuda.synchronize()  # after an error that no later call survives, this ends the sweep
     with tf32(call.allows_tf32):
         try:
-            timed = [_case(call, make(), first, direction)]
+            checked = [make() for make in makes]
         except Exception as error:  # what a way raises is its own affair
             reason = "no room" if isinstance(error, torch.OutOfMemoryError) else one_line(error)
             return _told(_pair(cases) | {"kind": NOT_TRIED if is_timed else "check", "reason": reason})
-        if others:
-            timed.append(_case(call, call.by(), others[0], direction))
-        record = _pair(timed) | {"kind": "check"}
+        record = _pair(checked) | {"kind": "check"}
         if is_timed:
-            took = sum(map(_seconds_of, timed))
-            record = time_cases(*timed, device=device, took=took, repetitions=repetitions, seconds=seconds).record()
-    return _told(record | ({} if others else _explained(call, direction)))
+            took = sum(map(_seconds_of, checked))
+            record = time_cases(*checked, device=device, took=took, repetitions=repetitions, seconds=seconds).record()
+    return _told(record | ({} if "b" in record else _explained(call, cases[0].parameters["direction"])))
 
 
-def _case(call: Call, way: Way, case: Case, direction: str) -> Case:
+def _checked(call: Call, make: Callable[[], Way], case: Case) -> Case:
     # The case with its error, which must be small, and the call that is timed.
+    way, direction = make(), case.parameters["direction"]
     error = call.error(way, gradient=direction == BOTH)
     most = LARGEST_TF32_ERROR if call.allows_tf32 else LARGEST_ERRORS[call.dtype]
     if not error <= most:
@@ -297,7 +304,7 @@ def _seconds_of(case: Case) -> float:
     return perf_counter() - start
 
 
-def _pair(cases: list[Case]) -> dict:
+def _pair(cases: Sequence[Case]) -> dict:
     facts = [case.facts for case in cases]
     return dict(zip("ab", facts, strict=True)) if len(facts) == 2 else facts[0]
 

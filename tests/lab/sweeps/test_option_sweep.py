@@ -239,7 +239,8 @@ def test_a_way_that_is_wrong_or_absent_has_a_reason_and_no_time(gpu, tmp_path, c
     assert table.not_tried.str.fullmatch(r"wrong: off by .* from float64, .*; absent: other is not installed").all()
     assert table.ratio.tolist() == [1.5] * 5
     kept = CALLS["line padded"].pairs / LINE.pairs / 2
-    assert table.share.tolist()[:4] == pytest.approx([1, 1, kept, kept])
+    for name in ("share", "share_low", "share_high"):  # every sample of a call is as long
+        assert table[name].tolist()[:4] == pytest.approx([1, 1, kept, kept])
     assert table.other_share.tolist()[:4] == pytest.approx([2 / 3, 2 / 3, kept * 2 / 3, kept * 2 / 3])
     assert "line, base, forward, absent: not tried: other is not installed" in capsys.readouterr().out
 
@@ -249,6 +250,14 @@ def test_an_interrupted_sweep_measures_nothing_again(gpu, tmp_path, monkeypatch)
     first = sweep.run_options(calls_of(*names), others, **how)
     monkeypatch.setattr(sweep, "_measured", lambda *_, **__: pytest.fail("measured again"))
     assert len(sweep.run_options(calls_of(*names), others, **how)) == len(first) == 12
+
+
+def test_ours_is_held_against_float64_once_for_all_rivals(gpu, monkeypatch):
+    names, error = [], Call.error
+    monkeypatch.setattr(Call, "error", lambda call, way, **how: names.append(way.name) or error(call, way, **how))
+    makers = {"one": LINE.by, "two": LINE.by, "three": LINE.by}
+    sweep.run_options([("line", "base", LINE)], lambda *_: makers, device=gpu, directions=["forward"])
+    assert names.count("ours") == 4  # the three rivals are ours here, too
 
 
 def test_ours_that_is_wrong_has_no_speed(gpu, monkeypatch):
