@@ -8,6 +8,7 @@ kernels     cases from the records of times on one GPU: layouts, backends, graph
 models      cases that are computed anywhere: cache lines, memory, kernels on reordered keys
 learning    cases of models that learn
 options     cases of the options of a call, and of the layers of a video model
+directions  where the documents want to go on, and what became of it
 ring        cases of several ranks, planned and measured
 documents   the pairs that some claims time by themselves
 rerun       measuring a claim again

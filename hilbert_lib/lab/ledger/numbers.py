@@ -4,6 +4,7 @@
 `python -m hilbert_lib.lab.ledger.numbers` writes them all anew.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -26,6 +27,7 @@ from hilbert_lib.lab.ledger import kernels, learning, models
 from hilbert_lib.lab.ledger.answer import ROOT, answer
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
+from hilbert_lib.lab.ledger.directions import directions_table
 from hilbert_lib.lab.ledger.documents import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import (
@@ -80,7 +82,8 @@ def numbers() -> dict[str, str]:
         file = GRID_RESULTS if name == "07_grids" else RESULTS
         gpu = say_hardware(run_environment(run, file)).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
         slots[f"{name}_run"] = f"[{gpu}]({run.relative_to(ROOT).as_posix()})"
-    return {name: value if isinstance(value, str) else f"{value:,}" for name, value in slots.items()}
+    texts = {name: value if isinstance(value, str) else f"{value:,}" for name, value in slots.items()}
+    return {**texts, "directions": directions_table(texts)}
 
 
 def fill(text: str, numbers: Mapping[str, str]) -> str:
@@ -97,7 +100,10 @@ def filled_texts(root: Path = ROOT) -> dict[Path, str]:
         text = path.read_text(encoding="utf-8")
         if SLOT.search(text):
             below = f"{path.relative_to(root).parent.as_posix()}/"  # of the folder that the links lie in already
-            texts[path] = fill(text, {name: value.replace(f"]({below}", "](") for name, value in numbers().items()})
+            values = {name: value.replace(f"]({below}", "](") for name, value in numbers().items()}
+            if path.suffix == ".ipynb":  # the sources of cells are strings of JSON
+                values = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in values.items()}
+            texts[path] = fill(text, values)
     return texts
 
 
