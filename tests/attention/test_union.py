@@ -20,6 +20,7 @@ from hilbert_lib import (
     neighbourhood_attention,
 )
 from hilbert_lib.attention.backends import flex, tiles
+from hilbert_lib.attention.backends.parts import add_patterns, merge_patterns
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.validation import validated
@@ -435,3 +436,18 @@ def test_what_attends_must_say_is_told(found):
 def test_a_shape_is_a_tuple(shape):
     with pytest.raises(TypeError, match="shape of a Given must be a tuple of sides, got"):
         attend(*drawn()[:3], Given(shape))
+
+
+def test_results_and_gradients_of_three_patterns_are_rounded_once():
+    # bfloat16 has no number between 256 and 258.
+    values = [torch.full((1, 1, 1, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    inputs = Tensors(*values)
+    sums = add_patterns((Tensors(x, x, x) for x in values), inputs, in_float=(1,))
+    assert [x.item() for x in sums[:3]] == [258.0, 258.0, 258.0]
+    assert [x.dtype for x in sums[:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    # Of equal weights; above 1 the next number is 1 + 2^-7.
+    results = [(torch.full_like(values[0], value), torch.zeros(1, 1, 1)) for value in (1 + 2**-7, 1.0, 1 + 2**-7)]
+    out, lse = merge_patterns(results, torch.bfloat16)
+    assert out.item() == 1 + 2**-7
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(lse, torch.full((1, 1, 1), 3.0).log())

@@ -102,7 +102,9 @@ def add_patterns(gradients: Iterable[Tensors], inputs: Tensors, in_float: tuple[
 
 
 def add(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x + y in a dtype, by one kernel: added in float32 (float64 for float64) and rounded once."""
+    """x + y in a dtype: added in float32 (float64 for float64) and rounded once."""
+    if dtype.itemsize > x.itemsize:
+        x = x.to(dtype)  # torch rounds the sum of two tensors of a half precision to it, whatever `out` is
     return torch.add(x, y, out=torch.empty_like(x, dtype=dtype))
 
 
