@@ -214,7 +214,7 @@ def run_options(
     def points() -> Iterator[tuple[tuple[Case, ...], Callable[[], dict]]]:
         earlier_base = ""
         for base, option, call in calls:
-            if rivals and base != earlier_base:
+            if rivals and base != earlier_base and device.type == "cuda":
                 torch.compiler.reset()  # FlexAttention compiles a function for so many shapes, and no more
                 earlier_base = base
             makers = rivals(base, option, call) if rivals else {OURS: call.by}
