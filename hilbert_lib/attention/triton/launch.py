@@ -83,7 +83,8 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
     block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
-    masked = hopper.masked(call.pattern, ours, k.shape[1], call.is_causal, block_n)
+    is_padded = call.key_padding_mask is not None
+    masked = hopper.masked(call.pattern, ours, k.shape[1], call.is_causal, is_padded, block_n)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if any(masked) else None
     tensors = (q, k, v, out, lse, out, lse)
 

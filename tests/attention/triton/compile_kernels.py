@@ -241,18 +241,19 @@ def described(block: list[int], dtype=gl.bfloat16) -> str:
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
 
 
-def forward_on_hopper(columns: int, causal: bool, goes_on: bool) -> tuple:
+def forward_on_hopper(columns: int, causal: bool, goes_on: bool, padding: bool = False) -> tuple:
     """What `compiled` takes for the warp-specialised forward, before the architecture."""
     config = HOPPER_FORWARD[columns]
     keys = described([1, config.block_n, 1, 1, columns])
     types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
-    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "MASKED": causal}
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "PADDING": padding}
+    constants |= {"MASKED": causal or padding} | ({} if padding else {"padding": None})
     constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
     constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
-def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> tuple:
+def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool, padding: bool = False) -> tuple:
     """What `compiled` takes for the warp-specialised backward, before the architecture."""
     config = HOPPER_BACKWARD[columns]
     queries = described([1, config.block_m, 1, 1, columns])
@@ -261,6 +262,7 @@ def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> 
     types |= {f"dq{i}": part for i in range(BRANCHES)}
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": cut}
     constants |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
+    constants |= {"PADDING": padding} | ({} if padding else {"padding": None})
     constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
@@ -358,10 +360,24 @@ def hopper_kernels() -> dict[str, tuple]:
         f"hopper forward {columns} {causal} {goes_on}": forward_on_hopper(columns, causal, goes_on)
         for columns, causal, goes_on in product((64, 128), flags, flags)
     }
-    return forwards | {
+    forwards |= {
+        f"hopper padded forward {columns} {causal} {causal}": forward_on_hopper(columns, causal, causal, True)
+        for columns, causal in product((64, 128), flags)
+    }
+    backwards = {
         f"hopper backward {columns} {causal} {cut} {with_dq}": backward_on_hopper(columns, causal, cut, with_dq)
         for columns, causal, cut, with_dq in product((64, 128), flags, flags, flags)
     }
+    return (
+        forwards
+        | backwards
+        | {
+            f"hopper padded backward {columns} {causal} {causal} {with_dq}": backward_on_hopper(
+                columns, causal, causal, with_dq, True
+            )
+            for columns, causal, with_dq in product((64, 128), flags, flags)
+        }
+    )
 
 
 def kernels_for(architecture: int) -> dict[str, tuple]:

@@ -81,18 +81,19 @@ def float_layout():
 def backward_kernel(
     k, v, lse, delta, dk, dv,
     q0, d0, dq0, q1, d1, dq1, q2, d2, dq2, q3, d3, dq3, q4, d4, dq4, q5, d5, dq5,
-    branches, offsets, items, classes,
+    branches, offsets, items, classes, padding,
     scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     keys, kv_heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
-    READ_PARTIAL: gl.constexpr,
+    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
-    With CUT some tiles have fewer than 128 keys. With READ_PARTIAL dk and dv are added to those in memory. Rows of the
-    next segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients of this segment.
+    With CUT some tiles have fewer than 128 keys. With READ_PARTIAL dk and dv are added to those in memory. With PADDING
+    some keys are masked: they are read as zeros, and no query is read where all keys of a tile are. Rows of the next
+    segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients of this segment.
     """
     # q0 to dq5: descriptors of q, dout and dq as [batch, row, residue, head, dim], three for each branch.
     gl.static_assert(BLOCK_M == tiles.GROUP_ROWS)
@@ -127,17 +128,19 @@ def backward_kernel(
     gl.warp_specialize([
         (_differentiate, (
             0, k, v, dk, dv, tables, shared, scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            sizes, grid, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL,
+            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING,
         )),
         (_differentiate, (
             1, k, v, dk, dv, tables, shared, scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            sizes, grid, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL,
+            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING,
         )),
         (_copy, (
-            (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, tables, shared, sizes, grid, N_BRANCHES,
-            CAUSAL,
+            (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, tables, shared, sizes, grid, padding,
+            N_BRANCHES, CAUSAL, PADDING,
         )),
-        (_add, ((dq0, dq1, dq2, dq3, dq4, dq5), tables, shared, sizes, grid, N_BRANCHES, CAUSAL, WITH_DQ)),
+        (_add, (
+            (dq0, dq1, dq2, dq3, dq4, dq5), tables, shared, sizes, grid, padding, N_BRANCHES, CAUSAL, WITH_DQ, PADDING,
+        )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
@@ -148,6 +151,25 @@ def _tile_of(tables, sizes, grid):
     keys, kv_heads, _group = sizes
     b, g, tile = geometry.tile_of(gl.program_id(0), items, classes, 0, keys, kv_heads, 1, *grid)
     return b, g, tile, (branches, offsets, kv_heads, g)
+
+
+@gluon.jit
+def _is_kept(padding, b, tile, rows, keys):
+    """Whether the keys of some rows of a tile are there and not masked."""
+    position = geometry.tile_positions(tile, rows)  # [rows]
+    exists = (rows < tile.size) & (position < tile.end)  # [rows]
+    return gl.load(padding + b.to(gl.int64) * keys + position, mask=exists, other=1) == 0
+
+
+@gluon.jit
+def _read_count(padding, b, tile, keys, WARPS: gl.constexpr, PADDING: gl.constexpr):
+    """Number of a tile's rows or, with PADDING, of its keys that are not masked; each of WARPS warps counts them."""
+    KEYS: gl.constexpr = 2 * tiles.GROUP_ROWS
+    count = tile.size
+    if PADDING:
+        rows = gl.arange(0, KEYS, gl.BlockedLayout([KEYS // 32], [32], [WARPS], [0]))  # [KEYS]
+        count = gl.sum(_is_kept(padding, b, tile, rows, keys).to(gl.int32), 0)
+    return count
 
 
 @gluon.jit
@@ -168,16 +190,17 @@ def _first_query(position, origin, r):
 
 @gluon.jit
 def _copy(
-    q_descriptors, d_descriptors, lse, delta, tables, shared, sizes, grid,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    q_descriptors, d_descriptors, lse, delta, tables, shared, sizes, grid, padding,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of q and dout, lse (to base 2) and delta into the ring of stages, in the order of their use."""
     b, g, tile, branches = _tile_of(tables, sizes, grid)
     keys = sizes[0]
+    read_count = _read_count(padding, b, tile, keys, 1, PADDING)
     block = 0
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
-        if (tile.size > 0) & inside:
+        if (read_count > 0) & inside:
             begin, n = _range(start, w, r, o, tile.lowest, keys, CAUSAL)
             row, residue = tiles.segment_coordinates(start + o, r, n, keys)
             block = _copy_segment(
@@ -222,8 +245,9 @@ def _copy_segment(
 
 @gluon.jit
 def _add(
-    dq_descriptors, tables, shared, sizes, grid, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, WITH_DQ: gl.constexpr
-):
+    dq_descriptors, tables, shared, sizes, grid, padding, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    WITH_DQ: gl.constexpr, PADDING: gl.constexpr,
+):  # fmt: skip
     """Add the groups' products to dq; rows past a segment's end are zero.
 
     The groups hand products over one block late: the first is of no block.
@@ -231,10 +255,11 @@ def _add(
     if WITH_DQ:
         b, g, tile, branches = _tile_of(tables, sizes, grid)
         keys, _kv_heads, group = sizes
+        read_count = _read_count(padding, b, tile, keys, 1, PADDING)
         is_first = True
         for i in gl.static_range(N_BRANCHES):
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
-            if (tile.size > 0) & inside:
+            if (read_count > 0) & inside:
                 begin, n = _range(start, w, r, o, tile.lowest, keys, CAUSAL)
                 row, residue = tiles.segment_coordinates(start + o, r, n, keys)
                 for member in range(group):
@@ -254,8 +279,8 @@ def _add(
 @gluon.jit
 def _differentiate(
     NUMBER: gl.constexpr, k, v, dk, dv, tables, shared, scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
-    stride_vh, sizes, grid, HEAD_DIM: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
-    CUT: gl.constexpr, WITH_DQ: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    stride_vh, sizes, grid, padding, HEAD_DIM: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    CUT: gl.constexpr, WITH_DQ: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys of the tile against every block of queries."""
     dtype: gl.constexpr = k.dtype.element_ty
@@ -273,6 +298,8 @@ def _differentiate(
         row_mask = ((rows < tile.size) & (position < tile.end))[:, None] & (
             dims[None, :] < HEAD_DIM
         )  # [GROUP_ROWS, BLOCK_D]
+        if PADDING:
+            row_mask = row_mask & _is_kept(padding, b, tile, rows, keys)[:, None]  # [GROUP_ROWS, BLOCK_D]
         row = position.to(gl.int64)  # [GROUP_ROWS]
         k_ptrs = (
             k + b.to(gl.int64) * stride_kb + g.to(gl.int64) * stride_kh + row[:, None] * stride_kn + dims[None, :]
@@ -297,6 +324,9 @@ def _differentiate(
         key_position = geometry.tile_positions(tile, key_rows)  # [GROUP_ROWS]
 
         is_there = (key_rows < tile.size) & (key_position < tile.end)  # [GROUP_ROWS]
+        if PADDING:
+            is_there = _is_kept(padding, b, tile, key_rows, keys)  # [GROUP_ROWS]
+        read_count = _read_count(padding, b, tile, keys, 4, PADDING)
         # A causal group is seen by fewer queries than its tile, and more of them see all of it.
         own_lowest = geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS)
         own_highest = geometry.tile_positions(tile, (NUMBER + 1) * tiles.GROUP_ROWS - 1)
@@ -308,6 +338,8 @@ def _differentiate(
         block = 0
         for i in range(N_BRANCHES):
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
+            if PADDING:
+                inside = inside & (read_count > 0)
             if inside:
                 begin, n = _range(start, w, r, o, tile.lowest, keys, CAUSAL)
                 origin = start + o
@@ -325,7 +357,7 @@ def _differentiate(
                 for _member in range(group):
                     dk_acc, dv_acc, block = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], scalar
                         NUMBER, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there,
-                        key_position, k_rows, v_rows, shared, scale, CAUSAL, CUT, WITH_DQ,
+                        key_position, k_rows, v_rows, shared, scale, CAUSAL, CUT, WITH_DQ, PADDING,
                     )  # fmt: skip
         if WITH_DQ:
             tiles.meet(_scores_of(1 - NUMBER, block - 1), 256)
@@ -354,6 +386,7 @@ def _differentiate(
 def _walk(
     NUMBER: gl.constexpr, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there, key_position,
     k_rows, v_rows, shared, scale, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
+    PADDING: gl.constexpr,
 ):  # fmt: skip
     """A group's keys against queries `begin` to n of one head in a segment.
 
@@ -376,16 +409,16 @@ def _walk(
             scores = _first_scores(k_rows, shared, block, WITH_DQ)  # [GROUP_ROWS, BLOCK_M]
             for j in range(masked_from, free_from, BLOCK_M):
                 dk_acc, dv_acc, scores = _step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_M]
-                    NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees - j, block, j + BLOCK_M < free_from,
-                    scale, WITH_DQ, True,
+                    NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees - j, is_there, block,
+                    j + BLOCK_M < free_from, scale, WITH_DQ, True, PADDING,
                 )  # fmt: skip
                 block += 1
     if free_from < n:
         scores = _first_scores(k_rows, shared, block, WITH_DQ)  # [GROUP_ROWS, BLOCK_M]
         for j in range(free_from, n, BLOCK_M):
             dk_acc, dv_acc, scores = _step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_M]
-                NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, key_position, block, j + BLOCK_M < n,
-                scale, WITH_DQ, False,
+                NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, key_position, is_there, block, j + BLOCK_M < n,
+                scale, WITH_DQ, False, PADDING,
             )  # fmt: skip
             block += 1
     return dk_acc, dv_acc, block
@@ -413,10 +446,13 @@ def _start_scores(k_rows, shared, block):
 
 @gluon.jit
 def _step(
-    NUMBER: gl.constexpr, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees, block, goes_on, scale,
-    WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
+    NUMBER: gl.constexpr, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees, is_there, block, goes_on, scale,
+    WITH_DQ: gl.constexpr, MASKED: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv, and the next block's scores. With MASKED the queries from column `sees` on see a key."""
+    """dk, dv, and the next block's scores. With MASKED the queries from column `sees` on see a key.
+
+    With PADDING alone they see the keys that are there.
+    """
     dtype: gl.constexpr = shared.k_tile.dtype
     STAGES: gl.constexpr = shared.q_tiles.shape[0]
     BLOCK_M: gl.constexpr = shared.q_tiles.shape[2]
@@ -441,6 +477,8 @@ def _step(
     if MASKED:
         column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))  # [BLOCK_M]
         weights = gl.where(column[None, :] >= sees[:, None], weights, 0.0)  # [GROUP_ROWS, BLOCK_M]
+    elif PADDING:
+        weights = gl.where(is_there[:, None], weights, 0.0)  # [GROUP_ROWS, BLOCK_M]
     dv_weights = gl.convert_layout(weights.to(dtype), WEIGHTS)  # [GROUP_ROWS, BLOCK_M]
     dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)  # [GROUP_ROWS, BLOCK_D]
     if AHEAD:

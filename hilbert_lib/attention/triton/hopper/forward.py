@@ -16,9 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.hopper import tiles
 from hilbert_lib.attention.triton.hopper.steps import (
+    END,
+    NONE_MASKED,
+    SOME_MASKED,
+    Ceilings,
     as_operand,
+    goes_on,
     halves,
     in_halves,
+    is_listed,
     k_free,
     keys_at_once,
     masked,
@@ -38,17 +44,19 @@ from hilbert_lib.attention.triton.hopper.steps import (
 def forward_kernel(
     q, out, lse, flag,
     k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5,
-    branches, offsets, items, classes,
+    branches, offsets, items, classes, padding,
     scale, stride_qb, stride_qn, stride_qh,
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    PADDING: gl.constexpr,
 ):  # fmt: skip
     """Output and lse of one tile of 128 queries through all branches; with READ_PARTIAL merged with those in memory.
 
-    With MASKED some tile of keys is cut off, by causality or by the end of a segment. flag becomes 1 where such a tile
-    is NaN. A value that is not attended to and not finite may cause that. So the plain kernel then runs again.
+    With MASKED some tile of keys is cut off, by causality, by the end of a segment or, with PADDING, by a mask of keys.
+    flag becomes 1 where such a tile is NaN. A value that is not attended to and not finite may cause that. So the plain
+    kernel then runs again.
     """
     # k0 to v5: descriptors of k and v as [batch, row, residue, head, dim], a pair for each branch.
     dtype: gl.constexpr = q.dtype.element_ty
@@ -61,24 +69,29 @@ def forward_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ring = tiles.Ring(k_tiles, v_tiles, k_full, v_full)
+    ceilings = k_full  # stands in for them without padding
+    if PADDING:
+        rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        states = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ceilings = Ceilings(rows, states)
     tables = (branches, offsets, items, classes)
     sizes, grid = (first_query, queries, keys, heads, group), (chunk, stride, chunks, phases, count)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_full.index(stage), count=2 if PADDING else 1)
         mbarrier.init(v_full.index(stage), count=1)
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
-            0, q, out, lse, flag, tables, q_tiles, ring, scale, stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM,
-            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
+            0, q, out, lse, flag, tables, q_tiles, ring, ceilings, scale, stride_qb, stride_qn, stride_qh, sizes, grid,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING,
         )),
         (_attend, (
-            1, q, out, lse, flag, tables, q_tiles, ring, scale, stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM,
-            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
+            1, q, out, lse, flag, tables, q_tiles, ring, ceilings, scale, stride_qb, stride_qn, stride_qh, sizes, grid,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING,
         )),
         (_copy, (
-            (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, ring, sizes, grid, BLOCK_N, N_BRANCHES,
-            CAUSAL,
+            (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, padding, ring, ceilings, sizes, grid,
+            BLOCK_N, N_BRANCHES, CAUSAL, PADDING,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
@@ -94,11 +107,13 @@ def _tile_of(tables, sizes, grid):
 
 @gluon.jit
 def _copy(
-    k_descriptors, v_descriptors, tables, ring, sizes, grid, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    k_descriptors, v_descriptors, tables, padding, ring, ceilings, sizes, grid, BLOCK_N: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
-    """Copy tiles of k and v into the ring of stages, in the order in which the groups take them."""
-    STAGES: gl.constexpr = ring.k_tiles.shape[0]
+    """Copy tiles of k and v into the ring of stages, in the order in which the groups take them.
+
+    With PADDING they come with the ceilings of their scores, and unless CAUSAL no tile comes whose keys are all masked.
+    """
     b, _, tile, branches = _tile_of(tables, sizes, grid)
     keys, g = sizes[2], branches[3]
     block = 0
@@ -107,64 +122,123 @@ def _copy(
         if (tile.size > 0) & inside:
             n, _, end = geometry.key_range(start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False)
             row, residue = tiles.segment_coordinates(start + o, r, n, keys)
+            if PADDING:
+                masks = padding + b.to(gl.int64) * keys + start + o
+                following = _masks_of(masks, 0, n, r, BLOCK_N)  # [BLOCK_N]
             for j in range(0, end, BLOCK_N):
-                stage = block % STAGES
-                if block >= STAGES:
-                    tiles.meet(k_free(ring, block))
-                mbarrier.expect(ring.k_full.index(stage), k_descriptors[i].block_type.nbytes)
-                tiles.async_load(
-                    k_descriptors[i], [b, row + j, residue, g, 0], ring.k_full.index(stage), ring.k_tiles.index(stage)
-                )
-                if block >= STAGES:
-                    tiles.meet(v_free(ring, block))
-                mbarrier.expect(ring.v_full.index(stage), v_descriptors[i].block_type.nbytes)
-                tiles.async_load(
-                    v_descriptors[i], [b, row + j, residue, g, 0], ring.v_full.index(stage), ring.v_tiles.index(stage)
-                )
-                block += 1
+                if PADDING:
+                    is_kept = following == 0  # [BLOCK_N]
+                    following = _masks_of(masks, j + BLOCK_N, n, r, BLOCK_N)  # [BLOCK_N]
+                    kept_count = gl.sum(is_kept.to(gl.int32), 0)
+                    if CAUSAL | (kept_count > 0):
+                        block = _copy_block(
+                            k_descriptors[i], v_descriptors[i], ring, ceilings, block, b, row, j, residue, g,
+                            is_kept, kept_count, PADDING,
+                        )  # fmt: skip
+                else:
+                    block = _copy_block(
+                        k_descriptors[i], v_descriptors[i], ring, ceilings, block, b, row, j, residue, g,
+                        g, g, PADDING,
+                    )  # fmt: skip
+    if is_listed(CAUSAL, PADDING):
+        _end(ring, ceilings, block, tile.size)
+
+
+@gluon.jit
+def _masks_of(masks, j, n, r, BLOCK_N: gl.constexpr):
+    """The masks of a block of keys from number j of a segment's n on, at every r-th place; 1 past the segment's end."""
+    number = j + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))  # [BLOCK_N]
+    return gl.load(masks + number * r, mask=number < n, other=1)
+
+
+@gluon.jit
+def _copy_block(
+    k_descriptor, v_descriptor, ring, ceilings, block, b, row, j, residue, g, is_kept, kept_count,
+    PADDING: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile of k and one of v, from row + j on."""
+    STAGES: gl.constexpr = ring.k_tiles.shape[0]
+    stage = block % STAGES
+    if block >= STAGES:
+        tiles.meet(k_free(ring, block))
+    mbarrier.expect(ring.k_full.index(stage), k_descriptor.block_type.nbytes)
+    tiles.async_load(k_descriptor, [b, row + j, residue, g, 0], ring.k_full.index(stage), ring.k_tiles.index(stage))
+    if PADDING:
+        ceilings.rows.index(stage).store(gl.where(is_kept, float("inf"), float("-inf")))
+        _tell(ceilings, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
+        mbarrier.arrive(ring.k_full.index(stage))
+    if block >= STAGES:
+        tiles.meet(v_free(ring, block))
+    mbarrier.expect(ring.v_full.index(stage), v_descriptor.block_type.nbytes)
+    tiles.async_load(v_descriptor, [b, row + j, residue, g, 0], ring.v_full.index(stage), ring.v_tiles.index(stage))
+    return block + 1
+
+
+@gluon.jit
+def _end(ring, ceilings, block, tile_size):
+    """Say that no more blocks come."""
+    STAGES: gl.constexpr = ring.k_tiles.shape[0]
+    if tile_size > 0:
+        if block >= STAGES:
+            tiles.meet(k_free(ring, block))
+        _tell(ceilings, block, END)
+        mbarrier.arrive(ring.k_full.index(block % STAGES), count=2)
+
+
+@gluon.jit
+def _tell(ceilings, block, state):
+    """Write the state of a block's stage."""
+    STAGES: gl.constexpr = ceilings.states.shape[0]
+    zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
+    ceilings.states.index(block % STAGES).store(zero + state)
 
 
 @gluon.jit
 def _attend(
-    NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, scale, stride_qb, stride_qn, stride_qh, sizes,
-    grid, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, ceilings, scale, stride_qb, stride_qn, stride_qh,
+    sizes, grid, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
     b, h, tile, branches = _tile_of(tables, sizes, grid)
     if tile.size > NUMBER * tiles.GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         q_tile = q_tiles.index(NUMBER)  # [GROUP_ROWS, BLOCK_D]
-        if MASKED | in_halves(BLOCK_D):
+        if in_halves(BLOCK_D) or (MASKED and not is_listed(CAUSAL, PADDING)):
             _attend_by_branch(
-                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
-                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
+                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
+                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING,
             )  # fmt: skip
         else:
             _attend_whole(
-                NUMBER, q_head, out, lse, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
-                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL,
+                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
+                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
             )  # fmt: skip
     elif tile.size > 0:  # this group's half of the tile is empty
         block = 0
-        for i in range(N_BRANCHES):
-            inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
-            if inside:
-                _, _, end = geometry.key_range(
-                    start, w, r, o, sizes[2], tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
-                )
-                for _j in range(0, end, BLOCK_N):
-                    pass_over(ring, block)
-                    block += 1
+        if is_listed(CAUSAL, PADDING):
+            while goes_on(ring, ceilings, block):
+                pass_over(ring, block)
+                block += 1
+        else:
+            for i in range(N_BRANCHES):
+                inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
+                if inside:
+                    _, _, end = geometry.key_range(
+                        start, w, r, o, sizes[2], tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
+                    )
+                    for _j in range(0, end, BLOCK_N):
+                        pass_over(ring, block)
+                        block += 1
 
 
 @gluon.jit
 def _attend_whole(
-    NUMBER: gl.constexpr, q_head, out, lse, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
+    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
-    READ_PARTIAL: gl.constexpr,
+    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
-    """`_attend` where no tile of keys is cut off: only the number of blocks counts."""
+    """`_attend` where no tile of keys is cut off but by its ceilings: only the number of blocks counts."""
     first_query, queries, keys, heads, _group = sizes
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
@@ -180,22 +254,28 @@ def _attend_whole(
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]  # [1, BLOCK_D]
     row_mask = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
     q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=row_mask, other=0.0)  # [GROUP_ROWS, BLOCK_D]
-    blocks = _blocks(branches, tile.first, keys, BLOCK_N, N_BRANCHES)
+    blocks = 0
+    if not PADDING:
+        blocks = _blocks(branches, tile.first, keys, BLOCK_N, N_BRANCHES)
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
 
     acc, total, m = nothing(
         BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-    if blocks > 0:
-        scores = scores_alone(q_tile, ring, 0)  # [GROUP_ROWS, KEYS]
+    if PADDING:
+        acc, total, m = _walk_listed(
+            acc, total, m, q_tile, ring, ceilings, scale, queries
+        )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
+    elif blocks > 0:
+        scores = scores_alone(q_tile, ring, ceilings, 0, False)  # [GROUP_ROWS, KEYS]
         weights, _, m, total = softmax(
             scores, m, total, scale, True
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
         for block in range(1, blocks):
             acc, total, m, weights = step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
-                acc, total, m, weights, q_tile, ring, block, scale, block, queries, False, True
+                acc, total, m, weights, q_tile, ring, ceilings, block, scale, block, queries, False, True, False
             )
         value_token = values(weights, acc, ring, blocks - 1)  # [GROUP_ROWS, BLOCK_D]
         acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
@@ -203,6 +283,8 @@ def _attend_whole(
     # Positions are handed on once more: those of the loads would take registers all through the steps.
     written = gl.where(exists, position, -1)  # [GROUP_ROWS]
     query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
+    if PADDING:
+        _raise_flag(flag, result, query >= 0)
     lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query  # [GROUP_ROWS]
     if READ_PARTIAL:
         row = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]  # [GROUP_ROWS, 1]
@@ -220,9 +302,9 @@ def _attend_whole(
 
 @gluon.jit
 def _attend_by_branch(
-    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
+    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
 
@@ -247,21 +329,24 @@ def _attend_by_branch(
     last = gl.minimum(tile.size, (NUMBER + 1) * tiles.GROUP_ROWS) - 1
     own_lowest = gl.maximum(tile.lowest, geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS))
     own_highest = gl.minimum(tile.highest, geometry.tile_positions(tile, last))
-    if in_halves(BLOCK_D):
+    if is_listed(CAUSAL, PADDING):
+        acc, total, m = _walk_listed_in_halves(
+            q_tile, ring, ceilings, scale, query, BLOCK_D, BLOCK_N
+        )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
+    elif in_halves(BLOCK_D):
         acc, total, m = _walk_in_halves(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-            q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest,
-            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED,
+            q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest,
+            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, PADDING,
         )  # fmt: skip
     else:
         acc, total, m = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-            q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
-            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL,
+            q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
+            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, PADDING,
         )  # fmt: skip
     result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     exists = (score_rows < tile.size) & (query >= tile.lowest) & (query < tile.end)  # [GROUP_ROWS]
     if MASKED:
-        bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
-        gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
+        _raise_flag(flag, result, exists)
     lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query  # [GROUP_ROWS]
     if READ_PARTIAL:
         out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
@@ -275,8 +360,9 @@ def _attend_by_branch(
 
 @gluon.jit
 def _walk(
-    q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
+    q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    PADDING: gl.constexpr,
 ):  # fmt: skip
     """Products with v, sums of weights and maxima over all branches, by `step`."""
     first_branch = -1
@@ -291,7 +377,7 @@ def _walk(
     if first_branch >= 0:
         _, start, w, r, o = tiles.segment_of(branches, first_branch, tile.first)
         n = geometry.segment_rows(start, w, r, o, keys)
-        scores = scores_alone(q_tile, ring, 0)  # [GROUP_ROWS, KEYS]
+        scores = scores_alone(q_tile, ring, ceilings, 0, PADDING)  # [GROUP_ROWS, KEYS]
         scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))  # [GROUP_ROWS, KEYS]
         weights, _, m, total = softmax(
             scores, m, total, scale, False
@@ -306,13 +392,39 @@ def _walk(
                 begin = gl.where(i == first_branch, BLOCK_N, 0)
                 for _j in range(begin, full, BLOCK_N):
                     acc, total, m, weights = step(
-                        acc, total, m, weights, q_tile, ring, block, scale, query, queries, False, False
+                        acc,
+                        total,
+                        m,
+                        weights,
+                        q_tile,
+                        ring,
+                        ceilings,
+                        block,
+                        scale,
+                        query,
+                        queries,
+                        False,
+                        False,
+                        PADDING,
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
                 seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(gl.maximum(begin, full), end, BLOCK_N):
                     acc, total, m, weights = step(
-                        acc, total, m, weights, q_tile, ring, block, scale, seen_count - j, queries, True, False
+                        acc,
+                        total,
+                        m,
+                        weights,
+                        q_tile,
+                        ring,
+                        ceilings,
+                        block,
+                        scale,
+                        seen_count - j,
+                        queries,
+                        True,
+                        False,
+                        PADDING,
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
                 if CAUSAL:
@@ -340,8 +452,9 @@ def _walk(
 
 @gluon.jit
 def _walk_in_halves(
-    q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest,
+    q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    PADDING: gl.constexpr,
 ):  # fmt: skip
     """`_walk` by `halves`."""
     acc, total, m = nothing(
@@ -355,14 +468,14 @@ def _walk_in_halves(
             full = gl.maximum(0, gl.minimum(full, end))
             for _j in range(0, full, BLOCK_N):
                 acc, total, m = halves(
-                    acc, total, m, q_tile, ring, block, scale, query, BLOCK_N, False
+                    acc, total, m, q_tile, ring, ceilings, block, scale, query, BLOCK_N, False, PADDING
                 )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                 block += 1
             if MASKED:
                 seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(full, end, BLOCK_N):
                     acc, total, m = halves(
-                        acc, total, m, q_tile, ring, block, scale, seen_count - j, end - j, True
+                        acc, total, m, q_tile, ring, ceilings, block, scale, seen_count - j, end - j, True, PADDING
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                     block += 1
             if CAUSAL:
@@ -372,6 +485,41 @@ def _walk_in_halves(
                 for _j in range(gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)):
                     pass_over(ring, block)
                     block += 1
+    return acc, total, m
+
+
+@gluon.jit
+def _walk_listed(acc, total, m, q_tile, ring, ceilings, scale, queries):
+    """`_walk` over the blocks that the copying warp lists, by `step`."""
+    if goes_on(ring, ceilings, 0):
+        scores = scores_alone(q_tile, ring, ceilings, 0, True)  # [GROUP_ROWS, KEYS]
+        weights, _, m, total = softmax(
+            scores, m, total, scale, True
+        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+        weights = as_operand(weights, q_tile.dtype, acc.shape[1])  # [GROUP_ROWS, KEYS]
+        block = 1
+        while goes_on(ring, ceilings, block):
+            acc, total, m, weights = step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
+                acc, total, m, weights, q_tile, ring, ceilings, block, scale, block, queries, False, True, True
+            )
+            block += 1
+        value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
+        acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
+    return acc, total, m
+
+
+@gluon.jit
+def _walk_listed_in_halves(q_tile, ring, ceilings, scale, query, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The same by `halves`."""
+    acc, total, m = nothing(
+        BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
+    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
+    block = 0
+    while goes_on(ring, ceilings, block):
+        acc, total, m = halves(
+            acc, total, m, q_tile, ring, ceilings, block, scale, query, BLOCK_N, False, True
+        )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
+        block += 1
     return acc, total, m
 
 
@@ -391,6 +539,13 @@ def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constex
     inside, start = tiles.is_inside(w, r, o, first)  # [8] each
     n = geometry.segment_rows(start, w, r, o, keys)  # [8]
     return gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
+
+
+@gluon.jit
+def _raise_flag(flag, result, exists):
+    """Set the flag where a row that exists is NaN."""
+    bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), exists.type.layout)  # [GROUP_ROWS]
+    gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
 
 
 @gluon.jit

@@ -30,8 +30,6 @@ def refusal(q: Tensor, call: Request) -> str:
         return f"serves a head_dim up to 128, a multiple of 8; got {q.shape[-1]}"
     if call.dropout_p > 0.0:
         return f"no dropout, got dropout_p={call.dropout_p}{SEE_PLAIN}"
-    if call.key_padding_mask is not None:
-        return f"no key_padding_mask{SEE_PLAIN}"
     if call.cu_seqlens is not None:
         return f"no cu_seqlens: it serves no packed documents{SEE_PLAIN}"
     if call.inverse is not None:
@@ -67,12 +65,18 @@ def columns_of(q: Tensor) -> int:
 
 @lru_cache(maxsize=1024)
 def masked(
-    pattern: DilatedPattern, passes: tuple[schedule.Pass, ...], keys: int, is_causal: bool, block_n: int
+    pattern: DilatedPattern,
+    passes: tuple[schedule.Pass, ...],
+    keys: int,
+    is_causal: bool,
+    is_padded: bool,
+    block_n: int,
 ) -> tuple[bool, ...]:
-    """Whether a tile of block_n keys may be cut off in each pass, by causality or by the end of a segment."""
+    """Whether a tile of block_n keys may be cut off in each pass, by causality, a mask or the end of a segment."""
     branches = [[pattern.branches[i] for i in one.branches] for one in passes]
     return tuple(
-        is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some) for some in branches
+        is_causal or is_padded or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
+        for some in branches
     )
 
 
@@ -132,4 +136,6 @@ def _named(kernel, shared: dict, columns: int, config: Config, branches: int) ->
     # Those shared arguments that this kernel takes, and what both kernels take besides; four warps a group.
     names = set(kernel.arg_names)
     own = {"BLOCK_D": columns, "STAGES": config.num_stages, "N_BRANCHES": branches, "num_warps": 4}
+    if not shared["PADDING"]:
+        own["padding"] = None
     return {name: value for name, value in shared.items() if name in names} | own

@@ -10,6 +10,8 @@ At head_dim 64 a multiprocessor has two programs, with too few registers for tha
 each product is waited for (`halves`), while the warps of the other program compute.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -21,6 +23,17 @@ from hilbert_lib.attention.triton.hopper import tiles
 # After a few blocks hardly any row does. Half precision holds weights of 2^8 to as many digits as those below 1. The
 # largest weight of a row, otherwise exactly 1, is then rounded too.
 SLACK = gl.constexpr(8.0)
+
+
+# States of a stage beside a mask of keys. After the last block the copying warp fills a stage with END alone.
+NONE_MASKED, SOME_MASKED, END = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+
+class Ceilings(NamedTuple):
+    """What the copying warp says of the keys of each stage beside a mask of keys."""
+
+    rows: gl.shared_memory_descriptor  # [stages, keys]: the most that scores may be, inf or, of a masked key, -inf
+    states: gl.shared_memory_descriptor  # [stages, 1]
 
 
 @gluon.jit
@@ -48,6 +61,36 @@ def keys_at_once(columns, block_n):
     return block_n // 2 if in_halves(columns) else block_n
 
 
+@gluon.constexpr_function
+def is_listed(causal, padding):
+    """Whether the copying warp alone knows which blocks there are: it leaves those out whose keys are all masked."""
+    return padding and not causal
+
+
+@gluon.jit
+def state_of(ceilings, block):
+    """The state of a block's stage, which is full."""
+    STAGES: gl.constexpr = ceilings.states.shape[0]
+    return gl.max(ceilings.states.index(block % STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def goes_on(ring, ceilings, block):
+    """Whether a listed block is there, once that is known."""
+    tiles.wait_full(ring.k_full, block)
+    return state_of(ceilings, block) != END
+
+
+@gluon.jit
+def without_masked(scores, ceilings, block, FIRST: gl.constexpr):
+    """Scores of keys from the FIRST of a block on, -inf for masked ones, whatever these hold."""
+    STAGES: gl.constexpr = ceilings.rows.shape[0]
+    if state_of(ceilings, block) == SOME_MASKED:
+        row = ceilings.rows.index(block % STAGES).slice(FIRST, scores.shape[1], 0)  # [columns]
+        scores = gl.minimum(scores, row.load(gl.SliceLayout(0, scores.type.layout))[None, :])  # [GROUP_ROWS, columns]
+    return scores
+
+
 @gluon.jit
 def nothing(BLOCK_D: gl.constexpr, KEYS: gl.constexpr):
     """Products with v, sums of weights and maxima before the first keys, for scores of KEYS keys at a time."""
@@ -67,14 +110,16 @@ def pass_over(ring, block):
 
 
 @gluon.jit
-def halves(acc, total, m, q_tile, ring, block, scale, seen_count, left, MASKED: gl.constexpr):
+def halves(
+    acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, left, MASKED: gl.constexpr, PADDING: gl.constexpr
+):
     """A block of keys by halves. The group sees the first `left` keys; with MASKED a row the first `seen_count`."""
     acc, total, m = _half(
-        0, acc, total, m, q_tile, ring, block, scale, seen_count, MASKED
+        0, acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, MASKED, PADDING
     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if left > tiles.rows_of(ring.k_tiles.shape) // 2:
         acc, total, m = _half(
-            1, acc, total, m, q_tile, ring, block, scale, seen_count, MASKED
+            1, acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, MASKED, PADDING
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     tiles.arrive(k_free(ring, block))
     tiles.arrive(v_free(ring, block))
@@ -82,7 +127,10 @@ def halves(acc, total, m, q_tile, ring, block, scale, seen_count, left, MASKED: 
 
 
 @gluon.jit
-def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen_count, MASKED: gl.constexpr):
+def _half(
+    NUMBER: gl.constexpr, acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, MASKED: gl.constexpr,
+    PADDING: gl.constexpr,
+):  # fmt: skip
     """Scores, softmax and product with v of half a block, each waited for."""
     HALF: gl.constexpr = tiles.rows_of(ring.k_tiles.shape) // 2
     if NUMBER == 0:
@@ -93,6 +141,8 @@ def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen_
         q_tile, k_rows.permute((1, 0)), zeros, use_acc=False, is_async=True
     )  # [GROUP_ROWS, HALF]
     scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, HALF]
+    if PADDING:
+        scores = without_masked(scores, ceilings, block, NUMBER * HALF)  # [GROUP_ROWS, HALF]
     if MASKED:
         scores = masked(scores, seen_count - NUMBER * HALF)  # [GROUP_ROWS, HALF]
     weights, decay, m, total = softmax(
@@ -110,8 +160,9 @@ def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen_
 
 @gluon.jit
 def step(
-    acc, total, m, weights, q_tile, ring, block, scale, seen_count, queries, MASKED: gl.constexpr, WHOLE: gl.constexpr
-):
+    acc, total, m, weights, q_tile, ring, ceilings, block, scale, seen_count, queries, MASKED: gl.constexpr,
+    WHOLE: gl.constexpr, PADDING: gl.constexpr,
+):  # fmt: skip
     """Scores and softmax of a block of keys, while the block before is multiplied with its v.
 
     WHOLE: no block of the tile is cut off. The wait for that product then stays behind the softmax: 8 % less time than
@@ -121,6 +172,8 @@ def step(
     score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
     value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
     scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, KEYS]
+    if PADDING:
+        scores = without_masked(scores, ceilings, block, 0)  # [GROUP_ROWS, KEYS]
     if not WHOLE:
         tiles.arrive(k_free(ring, block))
     if MASKED:
@@ -158,9 +211,11 @@ def start_scores_on(bias_tile, q_tile, ring, block):
 
 
 @gluon.jit
-def scores_alone(q_tile, ring, block):
+def scores_alone(q_tile, ring, ceilings, block, PADDING: gl.constexpr):
     """Scores of a block of keys, with no other product beside them."""
     scores = warpgroup_mma_wait(0, deps=[start_scores(q_tile, ring, block)])  # [GROUP_ROWS, KEYS]
+    if PADDING:
+        scores = without_masked(scores, ceilings, block, 0)  # [GROUP_ROWS, KEYS]
     tiles.arrive(k_free(ring, block))
     return scores
 
