@@ -40,7 +40,7 @@ def as_counted(queries: int, k: Tensor, v: Tensor, request: Request, name: str) 
     """k, v and a request of `one_segment` as a backend takes them.
 
     Some kernels need a key at each query's position. Where keys are fewer, k and v are padded and a mask hides the
-    padding; "hopper" refuses a mask.
+    padding.
     """
     batch, keys = k.shape[:2]
     if name not in _BY_POSITION or queries == keys:

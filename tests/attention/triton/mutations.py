@@ -21,7 +21,7 @@ class Mutation(NamedTuple):
     after: str
     why: str  # it is wrong
     seed: int | str = (
-        0  # of a case that shows it; special grids, parts of grids, calls with a bias and tables of a bias have names
+        0  # of a case that shows it; special grids, parts of grids, calls with a bias or a mask and tables have names
     )
 
     @property
@@ -106,17 +106,19 @@ hopper.steps, 14: a tile of v is not waited for
 +    return warpgroup_mma(weights
 hopper.steps, 14: scores are used before they are computed
 -scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, KEYS]
--    if not WHOLE
+-    if PADDING
 +scores = warpgroup_mma_wait(2, deps=[score_token])  # [GROUP_ROWS, KEYS]
-+    if not WHOLE
++    if PADDING
 hopper.steps, 14: earlier sums keep their scale
 -    if WHOLE:
 -        acc = scaled_if_any(acc, decay)
 +    if WHOLE:
 +        acc = acc
 hopper.forward, 14: a tile of k is overwritten
--                if block >= STAGES:
--                    tiles.meet(k_free(ring, block))
+-    if block >= STAGES:
+-        tiles.meet(k_free(ring, block))
+-    mbarrier
++    mbarrier
 hopper.forward, 19: further branches lose their first block
 -begin = gl.where(i == first_branch, BLOCK_N, 0)
 +begin = BLOCK_N
@@ -167,8 +169,8 @@ hopper.backward, 18: earlier launches' dk is lost
 -dk_acc += gl.load(dk
 +dk_acc + gl.load(dk
 hopper.launch, 28: launches do not see that tiles are cut off
--is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
-+is_causal
+-is_causal or is_padded or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
++is_causal or is_padded
 hopper.forward, 24: row 0 forgets what earlier launches found
 -out_rows + dims, row_mask, lse + lse_rows, query >= 0
 -        )
@@ -177,6 +179,36 @@ hopper.forward, 24: row 0 forgets what earlier launches found
 hopper.backward, 31: a block that sees some keys of a group is passed over
 -first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M
 +first_masked = gl.cdiv(_first_query(own_lowest, origin, r) - begin, BLOCK_M)
+hopper.steps, mask 0: masked keys have weight
+-== SOME_MASKED
++== END
+hopper.steps, mask 0: the second half of a block has the masks of the first
+-.slice(FIRST, scores
++.slice(0, scores
+hopper.forward, mask 8: every sequence has the masks of the first
+-padding + b.to(gl.int64) * keys + start + o
++padding + start + o
+hopper.forward, mask 6: every residue has the masks of the first
+-* keys + start + o
++* keys + start
+hopper.forward, mask 0: a block has the masks of the one before
+-following = _masks_of(masks, j + BLOCK_N, n, r, BLOCK_N)
++following = _masks_of(masks, j, n, r, BLOCK_N)
+hopper.forward, mask 0: a block is said to have no masked key
+-kept_count < is_kept.shape[0]
++kept_count < 0
+hopper.forward, mask 0: the end is told in a stage that is still read
+-        if block >= STAGES:
+-            tiles.meet(k_free(ring, block))
+hopper.forward, mask 0: a tile of k is used before its masks are there
+-count=2 if PADDING else 1
++count=1
+hopper.backward, mask 0: masked keys have a gradient
+-gl.where(is_there[:, None], weights, 0.0)
++gl.where(is_there[:, None], weights, weights)
+hopper.backward, mask 10: a tile is left out whose first half alone is masked
+-rows = gl.arange(0, KEYS, gl.BlockedLayout
++rows = gl.arange(0, KEYS // 2, gl.BlockedLayout
 hopper.places, 14: residue 0 is all there is
 -begin + tile % per * SIZE, tile // per
 +begin + tile % per * SIZE, 0

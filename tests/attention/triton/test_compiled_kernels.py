@@ -111,16 +111,21 @@ def test_those_for_lists_fit_every_gpu(run, some):
 
 
 def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
-    for start, sampled, every in (("forward", 1, 8), ("backward", 1, 16), ("grid", 2, 12)):
+    for start, sampled, every in (("forward", 1, 8), ("backward", 1, 16), ("padded", 2, 12), ("grid", 2, 12)):
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
             if start != "grid":
-                adds_dq = start == "backward" and name.endswith("True")
+                adds_dq = "backward" in name and name.endswith("True")
                 assert ("cp.reduce.async.bulk.tensor" in facts["instructions"]) == adds_dq, name
 
 
 @pytest.mark.parametrize(
-    ("start", "sampled", "every", "least"), [("forward 128 False False", 0, 1, 64), ("grid forward 128", 1, 2, 32)]
+    ("start", "sampled", "every", "least"),
+    [
+        ("forward 128 False False", 0, 1, 64),
+        ("padded forward 128 False", 1, 1, 64),
+        ("grid forward 128", 1, 2, 32),
+    ],
 )
 def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, some, start, sampled, every, least):
     """ptxas would move it before them, in one of the two groups, which have one for each of so many scores."""
@@ -135,6 +140,11 @@ def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper
     for start, sampled, every in [("forward 64", 1, 4), ("grid forward 64", 1, 2), *alone]:
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
+
+
+def test_a_mask_of_keys_costs_no_program_and_no_wait(on_hopper, some):
+    for name, facts in some("hopper padded", 2, 12).items():
+        assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
 
 
 def test_a_bias_costs_no_program_and_no_wait(on_hopper, some):
@@ -161,8 +171,8 @@ def test_queries_that_boxes_hold_in_registers_are_not_written_over(on_hopper, so
 
 def test_what_a_backward_holds_in_registers_is_not_written_over(on_hopper, some):
     """ptxas 12.8 did so where the next scores were asked for without dq: dk was then that of the last queries."""
-    for name, facts in some("hopper backward", 1, 16).items():
-        _, _, columns, causal, cut, _ = name.split()
+    for name, facts in {**some("hopper backward", 1, 16), **some("hopper padded backward", 1, 8)}.items():
+        columns, causal, cut, _ = name.split()[-4:]
         # Two groups, one loop over blocks of queries or two, eight products a block with k and v: four with each.
         held = 2 * 8 * (2 if "True" in (causal, cut) else 1) if columns == "64" else 0
         assert (facts["held"], facts["spoilt"]) == (held, []), name

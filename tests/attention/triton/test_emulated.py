@@ -23,6 +23,8 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 CASES = 32
 # A seed, and whether torch asks for determinism: then the copy engine sums no dq.
 CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
+MASKS = ("some", "ends", "stretches", "all")
+PADDED = [(seed, MASKS[seed % 4]) for seed in range(CASES)]  # a seed, and which keys a mask hides
 HEAD_DIMS = (40, 48, 64, 80, 128)
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     layout: str
     dtype: torch.dtype
     query_start: int | None = None
+    mask: str = "none"
 
 
 @cache
@@ -71,6 +74,20 @@ def drawn(seed: int) -> Case:
     )  # fmt: skip
 
 
+def mask_of(case: Case) -> torch.Tensor | None:
+    """Which keys are hidden: some of them, those from a row on, long stretches, or all of the first sequence."""
+    generator = torch.Generator().manual_seed(case.length)
+    mask = torch.rand(case.batch, case.length, generator=generator) < 0.1
+    row, length = torch.arange(case.length), case.length
+    if case.mask == "ends":
+        mask = row >= torch.tensor([3 * length // 4, length // 3])[: case.batch, None]
+    if case.mask == "stretches":
+        mask |= (row < length // 4) | (row % 400 > 130)
+    if case.mask == "all":
+        mask[0] = True
+    return None if case.mask == "none" else mask
+
+
 @cache
 def expected(case: Case) -> tuple:
     """Inputs, and what is right: out, lse and the gradients of q, k and v."""
@@ -78,13 +95,22 @@ def expected(case: Case) -> tuple:
     sizes = case.length - start, case.heads, case.kv_heads, case.head_dim
     tensors = tokens(*sizes, keys=case.length, batch=case.batch, dtype=case.dtype)
     options = {"is_causal": case.is_causal, "scale": case.scale, "query_start": start}
+    options["key_padding_mask"] = mask_of(case)
     attend = partial(oracle.attention, pattern=case.pattern, **options)
     return tensors, differentiated(attend, [x.double() for x in tensors])
 
 
 def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
     q, k, v, dout = (stored(x, case.layout) for x in expected(case)[0])
-    call = Request(case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start)
+    return results_for(sources, case, (q, k, v, dout), is_deterministic)
+
+
+def results_for(sources, case: Case, tensors: tuple, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
+    q, k, v, dout = tensors
+    call = Request(
+        case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start,
+        key_padding_mask=mask_of(case),
+    )  # fmt: skip
     sources.starts.clear()
     with determinism(is_deterministic):
         out, lse = sources.launch.forward_on_hopper(Tensors(q, k, v), call)
@@ -97,8 +123,16 @@ def fault_of(sources, case: Case, is_deterministic: bool = False) -> str | None:
         results = results_of(sources, case, is_deterministic)
     except emulator.Fault as fault:
         return str(fault)
-    if any(each.named.get("IF_FLAG") and each.arguments[-1].item() for each in sources.starts):
+    if has_run_again(sources):
         return "the plain kernel ran once more, as for a NaN"
+    return fault_in(sources, case, results)
+
+
+def has_run_again(sources) -> bool:
+    return any(each.named.get("IF_FLAG") and each.arguments[-1].item() for each in sources.starts)
+
+
+def fault_in(sources, case: Case, results: dict[str, torch.Tensor]) -> str | None:
     launches = len({each.named["branches"] for each in sources.starts if "branches" in each.named})
     # Each launch rounds what it adds to.
     bound = (NORM_TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
@@ -114,6 +148,37 @@ def sources():
 def test_output_and_gradients_of_the_kernels_source_equal_the_oracle(sources, seed, is_deterministic):
     assert fault_of(sources, drawn(seed), is_deterministic) is None
     assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
+
+
+@pytest.mark.parametrize(("seed", "mask"), PADDED)
+def test_they_equal_it_beside_a_mask_of_keys(sources, seed, mask):
+    case = drawn(seed)._replace(mask=mask)
+    assert fault_of(sources, case, seed % 7 in (0, 2)) is None
+    assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 10, 19])  # whole and causal, of 64 columns and of 128
+def test_nothing_that_masked_keys_hold_reaches_a_result(sources, seed):
+    case = drawn(seed)._replace(mask="some", layout="bshd")
+    q, k, v, dout = (x.clone() for x in expected(case)[0])
+    hidden = mask_of(case)
+    k[hidden], v[hidden] = torch.nan, -100.0
+    assert fault_in(sources, case, results_for(sources, case, (q, k, v, dout))) is None
+    assert not has_run_again(sources)
+    v[hidden] = torch.inf  # 0 * inf: the plain kernel runs once more
+    assert fault_in(sources, case, results_for(sources, case, (q, k, v, dout))) is None
+    assert has_run_again(sources)
+
+
+def test_no_block_of_keys_is_read_that_a_mask_hides(sources):
+    """Their k and v may be anything then, and the plain kernel need not run once more."""
+    pattern = DilatedPattern((512, 1024), (1, 2), "zero")
+    case = Case(pattern, 1024, 1, 1, 128, False, 0.1, 1, "bshd", torch.bfloat16, mask="ends")
+    q, k, v, dout = (x.clone() for x in expected(case)[0])
+    assert mask_of(case)[0, 768:].all()  # whole blocks of either branch
+    v[0, 768:] = torch.nan
+    assert fault_in(sources, case, results_for(sources, case, (q, k, v, dout))) is None
+    assert not has_run_again(sources)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -145,6 +210,17 @@ def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
                 backward.add((columns, causal, each.named["CUT"], each.named["WITH_DQ"]))
                 adding.add((columns, causal, goes_on))
     both = (False, True)
+    padded_forward, padded_backward = set(), set()
+    for seed, mask in PADDED:
+        results_of(sources, drawn(seed)._replace(mask=mask), seed % 7 in (0, 2))
+        for each in sources.starts:
+            columns, causal, goes_on = (each.named.get(name) for name in ("BLOCK_D", "CAUSAL", "READ_PARTIAL"))
+            if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.forward":
+                padded_forward.add((columns, causal, goes_on))
+            if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.backward":
+                padded_backward.add((columns, causal, each.named["CUT"], each.named["WITH_DQ"]))
+    assert padded_forward == set(product((64, 128), both, both))
+    assert padded_backward == set(product((64, 128), both, both, both))
     assert forward == {way for way in product((64, 128), both, both, both) if way[2] >= way[1]}  # causal: masked
     assert backward == set(product((64, 128), both, both, both))
     assert adding == set(product((64, 128), both, both))

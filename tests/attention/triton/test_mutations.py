@@ -11,12 +11,17 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 import test_emulated  # noqa: E402
 import test_emulated_grid  # noqa: E402
 
-ON_SEQUENCES, ON_GRIDS = range(test_emulated.CASES), (*range(len(GRIDS)), *BOXED)
+PADDED = [f"mask {seed}" for seed, _ in test_emulated.PADDED]
+ON_SEQUENCES, ON_GRIDS = (*range(test_emulated.CASES), *PADDED), (*range(len(GRIDS)), *BOXED)
 
 
 def is_seen(mutation: Mutation, case: int | str) -> bool:
     """Whether a random call, a special grid or a part of a grid shows that a source was edited."""
     sources = emulator.edited(mutation)
+    if str(case).startswith("mask "):
+        seed = int(case.removeprefix("mask "))
+        _, mask = test_emulated.PADDED[seed]
+        return bool(test_emulated.fault_of(sources, test_emulated.drawn(seed)._replace(mask=mask)))
     if not mutation.is_on_grid:
         return bool(test_emulated.fault_of(sources, test_emulated.drawn(case)))
     if case in BOXED:

@@ -272,12 +272,13 @@ def test_float64_is_refused_and_the_interpreter_is_never_chosen_by_itself():
     assert explain_backend(*[q.float()] * 3, pattern).chosen == "sdpa"
 
 
-def test_causality_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys():
+def test_causality_a_mask_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys():
     cases = [(256, 2, False, False), (256, 2, True, True), (192, 1, False, True), (256, 4, False, True)]
     for segment_length, rate, is_causal, is_masked in [*cases, (384, 1, False, True)]:
         pattern = DilatedPattern((segment_length,), (rate,))
         one = schedule.pass_of(pattern, (0,), 1024)
-        assert launch.hopper.masked(pattern, (one,), 1024, is_causal, 128) == (is_masked,)
+        assert launch.hopper.masked(pattern, (one,), 1024, is_causal, False, 128) == (is_masked,)
+        assert launch.hopper.masked(pattern, (one,), 1024, is_causal, True, 128) == (True,)
 
 
 def test_a_call_is_served_where_the_copy_engine_reaches_some_branch():
