@@ -121,7 +121,10 @@ OPTIONS = {
 
 
 def kernels_before(capability, q, k, call, has_ordering) -> tuple[str, bool]:
-    """Which kernels ran by "auto", and whether k and v were copied in sequence order first."""
+    """Which kernels ran by "auto", and whether k and v were copied in sequence order first.
+
+    With a key_padding_mask the plain ones ran, where these run now.
+    """
     from hilbert_lib.attention.triton import decode
     from hilbert_lib.attention.triton.hopper import division
 
@@ -140,7 +143,6 @@ def kernels_before(capability, q, k, call, has_ordering) -> tuple[str, bool]:
         and q.shape[-1] <= 128
         and q.shape[-1] % 8 == 0
         and is_copied == has_ordering
-        and call.key_padding_mask is None
         and call.cu_seqlens is None
         and call.dropout_p == 0.0
         and any(division.is_reached(w, r, k.shape[1]) for w, r in call.pattern.branches)

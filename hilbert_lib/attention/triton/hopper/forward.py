@@ -69,10 +69,11 @@ def forward_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ring = tiles.Ring(k_tiles, v_tiles, k_full, v_full)
-    ceilings = k_full  # stands in for them without padding
+    ceilings = k_full  # [STAGES, 1]; this stands in for them without padding
     if PADDING:
-        rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        states = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], FLAT)  # [STAGES, BLOCK_N]
+        states = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)  # [STAGES, 1]
         ceilings = Ceilings(rows, states)
     tables = (branches, offsets, items, classes)
     sizes, grid = (first_query, queries, keys, heads, group), (chunk, stride, chunks, phases, count)
