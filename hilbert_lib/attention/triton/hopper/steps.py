@@ -30,7 +30,7 @@ NONE_MASKED, SOME_MASKED, END = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2
 
 
 class Ceilings(NamedTuple):
-    """What the copying warp says of the keys of each stage beside a mask of keys."""
+    """A mask of the keys in each stage, as the copying warp writes it."""
 
     rows: gl.shared_memory_descriptor  # [stages, keys]: the most that scores may be, inf or, of a masked key, -inf
     states: gl.shared_memory_descriptor  # [stages, 1]
