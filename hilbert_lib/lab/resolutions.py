@@ -91,7 +91,7 @@ def approximations(
     Keys are as many in all ways, those of `NEAR`: near^2 coarse cells token by token and a mean of each other cell.
     Ways without means see as many tokens, rounded down to a square window or to whole blocks.
     """
-    cells = cell_of_tokens(shape, cell)
+    cells = cell_of_tokens(shape, cell).to(q.device)
     count = int(cells.max()) + 1
     for near in nears:
         keys = near**2 * cell**2 + count - near**2

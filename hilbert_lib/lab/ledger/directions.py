@@ -148,7 +148,7 @@ DIRECTIONS = (
         "000, 004",
         "tuning for each GPU, a backend for each pattern",
         BUILT,
-        '"auto" is ahead or level in all but {works_behind} of {works} works on Hopper; it can measure on others',
+        '"auto" takes a kernel that is behind another in {works_behind} of {works} works on Hopper; others it measures',
         ("05_backend_selection",),
         ("B1", "B3"),
         ("select_attention_backend",),
