@@ -401,20 +401,18 @@ def test_extra_queries_go_to_dense_kernels_first(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("dtype", "backend", "words"),
     [
-        ({}, ""),
-        ({"dropout_p": 0.1}, "'hopper' cannot serve: no dropout, got dropout_p=0.1; 'triton' serves it"),
-        ({"key_padding_mask": PADDING}, "'hopper' cannot serve: no key_padding_mask; 'triton' serves it"),
-        ({"backend": "triton"}, "'hopper' not asked for: 'triton' was"),
+        (torch.bfloat16, "auto", ""),
+        (torch.float32, "auto", "'hopper' cannot serve: serves float16 and bfloat16, got float32"),
+        (torch.bfloat16, "triton", "'hopper' not asked for: 'triton' was"),
     ],
 )
-def test_a_call_off_the_fast_path_says_why(monkeypatch, options, words):
-    # On fake tensors, by the rules of a Hopper GPU.
-    request = Request(PATTERN, **{name: value for name, value in options.items() if name != "backend"})
+def test_a_call_off_the_fast_path_says_why(monkeypatch, dtype, backend, words):
+    # On what a refusal asks of a tensor, by the rules of a Hopper GPU.
     q = SimpleNamespace(
-        device=SimpleNamespace(type="cuda"), is_cuda=True, dtype=torch.bfloat16, shape=(1, 64, 2, 8),
-        element_size=lambda: 2, requires_grad=False,
+        device=SimpleNamespace(type="cuda"), is_cuda=True, dtype=dtype, shape=(1, 64, 2, 8),
+        element_size=lambda: dtype.itemsize, requires_grad=False,
     )  # fmt: skip
     monkeypatch.setattr("hilbert_lib.attention.backends.backend.capability", lambda device: (9, 0))
     monkeypatch.setattr(fused, "kernel_mode", lambda: "compiled")
@@ -422,7 +420,7 @@ def test_a_call_off_the_fast_path_says_why(monkeypatch, options, words):
     monkeypatch.setattr(choice, "rule_for", lambda *_, **__: HALF_RULES["Hopper"])
     monkeypatch.setattr(choice, "failure", lambda *_: "")
     monkeypatch.setattr(presence, "absence", lambda package: "absent")
-    found = choice.explain(q, q, request, options.get("backend", "auto"), gradient=False)
+    found = choice.explain(q, q, Request(PATTERN), backend, gradient=False)
     assert found.chosen == ("triton" if words else "hopper")
     assert found.off_fast_path == words
     assert ("off the fast path" in str(found)) == bool(words)
