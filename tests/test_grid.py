@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from hilbert_lib import NeighbourhoodAttention, neighbourhood_attention
-from hilbert_lib.attention.backends import flex, flex_masks, tiles
+from hilbert_lib.attention.backends import flex, flex_masks, tile_groups
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.exact_rows import exact_keys, exact_rows
@@ -239,7 +239,7 @@ def test_nothing_depends_on_the_default_device():
 
     def clear():
         flex_masks.neighbourhood_mask.cache_clear()
-        tiles._axes.cache_clear()
+        tile_groups.groups.cache_clear()
 
     results = [
         lambda: near.keys(9),

@@ -137,13 +137,6 @@ def cells_in(box: tuple[range, ...], shape: tuple[int, ...], device: torch.devic
     return cells[0]
 
 
-def slots_of(request: Request, cells: Tensor) -> Tensor:
-    """The row of each cell in storage."""
-    if request.slots is not None:
-        return request.slots[cells].long()
-    return cells if request.ordering is None else request.ordering.to(cells.device).inverse[cells]
-
-
 def padding_of(inputs: Tensors, request: Request) -> Tensor:
     """The keys without weight: (batch, seq + extra) bool."""
     masks = []

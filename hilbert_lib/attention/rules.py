@@ -49,6 +49,7 @@ _GRIDS = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
 GRID_BY_ROW = Rule(("hopper", "triton", "flex", "lists", "eager"), f"boxes on an H100 (notebook 08b); others {_GRIDS}")
 GRID_ON_GPU = Rule(("triton", "flex", "lists", "eager"), _GRIDS)
 GRID_COMPACT = Rule(("flex", "triton", "lists", "eager"), _GRIDS)
+# Within "eager", `backends/tile_groups.py` chooses between tiles and all keys at once, from what was timed on a CPU.
 GRID_ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")
 POINTS = Rule(("triton", "eager"), "the only ones that read lists")
 COMPACT_ORDERS = ("hilbert", "morton", "tile")  # whose blocks are compact

@@ -380,14 +380,17 @@ class _Alive(dispatch_mode()):
         self._layouts = {}  # of elementwise results, by operator and `_form` of its arguments
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator is _aten.nonzero.default:  # meta tensors have no values: none is taken as nonzero
+        # Meta tensors have no values: none is taken as nonzero.
+        if operator is _aten.nonzero.default and args[0].is_meta:
             return torch.empty(0, args[0].dim(), dtype=torch.int64)
         results = self._run(operator, args, kwargs or {})
-        is_table = any(isinstance(x, Tensor) and not x.is_meta for x in args)  # made on the host, for later calls too
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        is_table = not all(x.is_meta for x in tensors)  # made on the host, for later calls too
+        viewed = {id(x.untyped_storage()) for x in tensors}  # of tables too
         for x in leaves_of(results):
             if isinstance(x, Tensor) and x.is_meta and not is_table:
                 storage = x.untyped_storage()
-                if id(storage) not in self._sizes:
+                if id(storage) not in self._sizes and id(storage) not in viewed:
                     self._sizes[id(storage)] = storage.nbytes()
                     self._now += storage.nbytes()
                     weakref.finalize(storage, self._forget, id(storage))
@@ -438,15 +441,25 @@ def leaves_of(x: object) -> Iterator[object]:
 def _inside(operator: Callable, args: tuple) -> int:
     """Bytes that a CPU operator takes in addition to its results, by torch's profiler; others never decide the peak."""
     if operator.overloadpacket is dense_operators.flash_attention_for_cpu:
-        return torch.get_num_threads() * 2**20  # blocks of scores
+        q, k = args[:2]
+        block = _rows_of_block(q) * (min(512, k.shape[2]) + 2 + q.shape[3])  # scores, their sums and largest, output
+        return torch.get_num_threads() * block * WORKING_DTYPE[q.dtype].itemsize
     if operator.overloadpacket is dense_operators.flash_attention_for_cpu_backward:
         copy = 0 if args[0].transpose(1, 2).is_contiguous() else args[0].nbytes  # of dout
-        return copy + torch.get_num_threads() * 2 * 2**20
+        q, k = args[1:3]
+        block = _rows_of_block(q) * (2 * min(512, k.shape[2]) + 1)  # scores, their gradients, sums of rows
+        return copy + torch.get_num_threads() * block * WORKING_DTYPE[q.dtype].itemsize
     if torch.Tag.pointwise in operator.tags:  # the narrower of two dtypes is copied into the wider
         terms = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
         widest = max((x.element_size() for x in terms), default=0)
         return sum(x.numel() * widest for x in terms if x.element_size() < widest)
     return 0
+
+
+def _rows_of_block(q: Tensor) -> int:
+    """Rows of q that torch's kernel for the CPU takes at a time (torch 2.13)."""
+    rows = q.shape[2]
+    return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
 
 
 def _traced(arguments: tuple, call: Request, backend: Backend, direction: str, device: torch.device) -> int:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, explain_backend, merge_attention
 from hilbert_lib.attention.backends import backend as shared
-from hilbert_lib.attention.backends import flex, strided
+from hilbert_lib.attention.backends import flex, kernel, strided
 from hilbert_lib.attention.backends.dense import CpuFlash
 from hilbert_lib.attention.backends.registry import BACKENDS, backends_for
 from hilbert_lib.attention.request import Request
@@ -272,9 +272,9 @@ def test_a_sliding_window_with_a_learned_sink_is_the_attention_of_gpt_oss(backen
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_columns_of_dense_kernels_hold_every_size_of_a_gradient_of_lse(dtype):
     sizes = torch.tensor([0.0, 1e-9, -3e-6, 0.1, -1.0, 3.3, 1e4, -1e6], dtype=torch.promote_types(dtype, torch.float32))
-    dout, out = strided._columns(sizes[:, None], dtype)
+    dout, out = kernel._columns(sizes[:, None], dtype)
     assert dout.dtype == out.dtype == dtype
-    assert dout.shape == out.shape == (8, strided.LSE_COLUMNS)
+    assert dout.shape == out.shape == (8, kernel.LSE_COLUMNS)
     least = 2.0**-24 * 2.0**-13  # float16's least step times the least power
     assert_close([(dout.double() * out.double()).sum(-1)], [-sizes.double()], least, rtol=1e-6)
 

@@ -163,7 +163,7 @@ def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
     request = Request(NEAR.of_heads(2), scale=8**-0.5, is_part=True)
     found = flex.backward(dout, Tensors(*(x.detach() for x in given.with_rows)), out, lse, request)
-    right = tiles.backward(dout, Tensors(*(x.detach() for x in given.with_rows)), out, lse, request)
+    right = tiles.backward(dout, Tensors(*(x.detach() for x in given.with_rows)), out, lse, request, tiles.ON_CPU)
     for x, y in zip(found[:3], right[:3], strict=True):
         torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
 

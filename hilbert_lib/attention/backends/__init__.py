@@ -12,7 +12,8 @@ fused      the fused kernels of `attention/triton`, for sequences: "hopper" warp
 fused_grid the same for grids
 listed     packed lists of points, by kernels and by matrix products
 listed_grid the kernels for lists on grids: "lists"
-tiles      matrix products of tiles of a grid, in chunks
+tile_groups tiles of a grid: their rows, what is added to their scores, and how large they are on a CPU
+tiles      a dense kernel over tiles of a grid: torch's fused one on a CPU, matrix products elsewhere
 reference  the oracle: dense masks, any pattern, any dtype
 registry   all of them by name
 """

@@ -24,19 +24,28 @@ REACH = 2**31  # elements that signed 32-bit arithmetic tells apart
 
 
 class CpuFlash:
-    """torch's flash kernel for the CPU."""
+    """torch's flash kernel for the CPU. Of masks it takes what is added to the scores, and no others."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        out, lse = dense_operators.flash_attention_for_cpu(q, k, v, 0.0, problem.is_causal, scale=problem.scale)
+        added = problem.added
+        out, lse = dense_operators.flash_attention_for_cpu(
+            q, k, v, 0.0, problem.is_causal, attn_mask=added, scale=problem.scale
+        )
         # Where all scores are -inf it gives 0 and 0. A single key of score 0 has lse 0 as well, and its v may be 0.
-        nothing = lse.eq(0)
-        if lse.is_meta or not nothing.any():
+        if lse.is_meta or torch.count_nonzero(lse) == lse.numel():
             return out, lse
-        nothing &= out.eq(0).all(-1)
+        nothing = lse.eq(0) & out.eq(0).all(-1)
+        if added is not None:  # most rows without keys are told by the mask alone
+            hidden = (added == -torch.inf).all(-1)
+            lse.masked_fill_(hidden, -torch.inf)
+            nothing &= ~hidden
         for rows in nothing.any(0).any(0).nonzero()[:, 0].split(256):  # few, mostly none
             causal_mask = torch.arange(k.shape[2], device=k.device) <= rows[:, None] if problem.is_causal else None
-            scores = Eager._scores(q[:, :, rows], k, Problem(problem.scale, False, allowed=causal_mask))
+            added_rows = None if added is None else added[:, :, rows]
+            scores = Eager._scores(
+                q[:, :, rows], k, Problem(problem.scale, False, allowed=causal_mask, added=added_rows)
+            )
             nothing[:, :, rows] &= scores.amax(-1) == -torch.inf
         return out, lse.masked_fill_(nothing, -torch.inf)
 
@@ -44,7 +53,7 @@ class CpuFlash:
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(-inf - lse) is then 0
         return dense_operators.flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, problem.is_causal, scale=problem.scale
+            dout, q, k, v, out, lse, 0.0, problem.is_causal, attn_mask=problem.added, scale=problem.scale
         )
 
 
@@ -81,7 +90,8 @@ class WithoutLse:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        out = scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal, scale=problem.scale)
+        options = {"attn_mask": problem.added, "is_causal": problem.is_causal, "scale": problem.scale}
+        out = scaled_dot_product_attention(q, k, v, **options)
         lse = Eager._scores(q, k, problem).logsumexp(-1)
         return out.masked_fill((lse == -torch.inf)[..., None], 0.0), lse
 
@@ -237,7 +247,7 @@ def _eager_backward(
 
 # The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/limits/test_estimate.py holds
 # them against what a GPU allocates.
-_ON_CPU = WithoutLse if _absence("flash_attention_for_cpu") else CpuFlash
+ON_CPU = WithoutLse if _absence("flash_attention_for_cpu") else CpuFlash
 _ON_CUDA = WithoutLse if _absence("efficient_attention") else Within32Bits(Efficient)
 HALF = (
     half("cuDNN", name="cudnn", colour="#0072B2", largest_head_dim=128, here=_cudnn_here,
@@ -253,7 +263,7 @@ BACKENDS = (
         limits=sdpa_limits,
         here=sdpa_here,
         caveat=SPREADS,
-        **over_views(_ON_CPU, {2: (4, 8, 8), 4: (4, 12, 12)}, on_cuda=_ON_CUDA),
+        **over_views(ON_CPU, {2: (4, 8, 8), 4: (4, 12, 12)}, on_cuda=_ON_CUDA),
     ),
     Backend(
         name="eager",

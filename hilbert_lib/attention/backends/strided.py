@@ -7,26 +7,20 @@ way with fewer views is taken: 16 heads at rate 16 are one view. Dense kernels t
 segments are folded into one where the strides allow it; otherwise the shorter of batch and heads is looped over.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hilbert_lib.attention.backends.backend import MOST_SEQUENCES
-from hilbert_lib.attention.backends.kernel import Eager, Kernel, Problem
+from hilbert_lib.attention.backends.kernel import LSE_COLUMNS, Eager, Kernel, Problem, gradients
 from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, StridedRows, Tensors
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
-
-# LSE_COLUMNS: columns that the gradient of lse adds to head_dim, a multiple of 8 for kernels on GPUs. LSE_PARTS of them
-# hold the digits of dlse.
-LSE_COLUMNS, LSE_PARTS = 8, 3
 
 
 def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
@@ -41,13 +35,18 @@ def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Ten
             parts.append(step.query_part(out.to(q.dtype), lse))
         return merge_parts(parts, q)
     dtype = WORKING_DTYPE[q.dtype]
+    if whole := _whole(call, q, k):
+        out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), whole)
+        return out.transpose(1, 2).to(q.dtype).contiguous(), lse
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
     for step in steps(call, [q, out, lse], [k, v]):
         qs, outs, lses = step.queries
-        merged, merged_lse = merge(outs, lses[..., 0], *kernel.forward(qs, *step.keys, step.problem))
-        outs.copy_(merged)
-        lses[..., 0].copy_(merged_lse)
+        results = kernel.forward(qs, *step.keys, step.problem)
+        if not step.is_first:
+            results = merge(outs, lses[..., 0], *results)
+        outs.copy_(results[0])
+        lses[..., 0].copy_(results[1])
     return out.to(q.dtype), lse[..., 0].transpose(1, 2)
 
 
@@ -79,32 +78,17 @@ def backward(
 
 def _gradients(kernel: Kernel, step: "Step", with_dlse: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, dout, out, lse, *rest = step.queries
-    k, v, *_ = step.keys
-    if not with_dlse:
-        return kernel.backward(dout, q, k, v, out, lse[..., 0], step.problem)
-    dlse, head_dim = rest[0], q.shape[-1]
-    q, k, v = (pad(x, (0, LSE_COLUMNS)) for x in (q, k, v))
-    dout, out = (torch.cat(columns, -1) for columns in zip((dout, out), _columns(dlse, out.dtype), strict=True))
-    grads = kernel.backward(dout, q, k, v, out, lse[..., 0], step.problem)
-    return tuple(grad[..., :head_dim] for grad in grads)
+    dlse = rest[0][..., 0] if with_dlse else None
+    return gradients(kernel, dout, q, *step.keys[:2], out, lse[..., 0], dlse, step.problem)
 
 
-def _columns(dlse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Columns of dout and of out (..., LSE_COLUMNS) that subtract dlse (..., 1) from rowsum(dout * out).
-
-    Kernels compute this sum themselves. Beside columns of 0 in q, k and v these columns change nothing else.
-    """
-    # Of dout a power of two, so that half precision has the range, and of out what is left of dlse, in as many columns
-    # as hold its digits.
-    exponents = [math.frexp(x)[1] for x in (torch.finfo(dtype).tiny, torch.finfo(dtype).max)]
-    least, most = max(exponents[0], -125), min(exponents[1] - 1, 127)  # `ldexp` has float32's range
-    power = torch.ldexp(torch.ones_like(dlse), torch.frexp(dlse).exponent.clamp(least, most))
-    left, parts = -dlse / power, []
-    for _ in range(LSE_PARTS):
-        parts.append(left.to(dtype))
-        left = left - parts[-1]
-    out = pad(torch.cat(parts, -1), (0, LSE_COLUMNS - LSE_PARTS))
-    return power.to(dtype).expand_as(out), out
+def _whole(call: Request, q: Tensor, k: Tensor) -> Problem | None:
+    # The one dense attention over all rows in order that a call is, if it is: without views and sums.
+    if call.dropout_p > 0.0 or call.key_padding_mask is not None or q.shape[1:3] != k.shape[1:3]:
+        return None
+    blocks = _blocks(call.pattern, call.query_start or 0, q.shape[1], k.shape[1], k.shape[2], False)
+    is_whole = len(blocks) == 1 and blocks[0].rate == 1 and blocks[0].segments == 1
+    return Problem(call.scale, call.is_causal) if is_whole else None
 
 
 def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
@@ -233,6 +217,7 @@ class Step:
     queries: list[Tensor]
     keys: list[Tensor]
     rate: int
+    is_first: bool  # whether no step before it has its rows of its heads
     query_part: Callable[..., StridedRows]  # of results with a row for each query
     key_part: Callable[..., StridedRows]  # and for each key
 
@@ -262,6 +247,7 @@ def steps(call: Request, query_side: list[Tensor], key_side: list[Tensor]) -> It
                     [fold.of_rows(x) for x in query_views],
                     [fold.of_rows(x) for x in key_views],
                     block.rate,
+                    block.branch == 0 or call.pattern.mixing == "head_groups",
                     partial(fold.part, block, start + block.first_query, query_heads),
                     partial(fold.part, block, block.start + block.first_key, key_heads),
                 )

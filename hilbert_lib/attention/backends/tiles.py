@@ -1,97 +1,147 @@
-"""Neighbourhood attention by matrix products of tiles: rectangles of queries within the rectangles that they see.
+"""Neighbourhood attention by a dense kernel over tiles: rectangles of queries within the rectangles that they see.
 
-Memory is O(seq * window): the queries of a tile share their keys, and tiles are taken in chunks. Rows that a tile does
-not fill lie in a row past the end, which is cut off.
+Memory is O(seq * window): the queries of a tile share their keys, and tiles are taken in steps. What a query does not
+see has -inf added to its score.
+
+    rows of q, of k and v -> kernel, given what is added to the scores -> out and lse, or dq and sums of dk and dv
 """
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hilbert_lib.attention.backends import gathered, reference
-from hilbert_lib.attention.backends.backend import SPREADS, Backend
-from hilbert_lib.attention.grid_parts import as_returned, joined, slots_of
-from hilbert_lib.attention.request import BIAS, WORKING_DTYPE, GridPart, Request, Tensors
+from hilbert_lib.attention.backends.backend import SPREADS, Backend, Backward, Forward
+from hilbert_lib.attention.backends.dense import ON_CPU
+from hilbert_lib.attention.backends.kernel import Eager, Kernel, Problem, gradients, with_lse_columns
+from hilbert_lib.attention.backends.tile_groups import PAIRS_OF_STEP, AxisBias, Group, Rows, Tiles, groups, sides_on_cpu
+from hilbert_lib.attention.grid_parts import as_returned
+from hilbert_lib.attention.request import BIAS, WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
-from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.patterns.blocks import AxisTiles, axis_tiles
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
-TILE = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}  # queries of a tile along each axis
-CHUNK = 2**22  # scores held at a time, of all heads and sequences
+# Of matrix products: the queries of a tile along each axis, and the scores held at a time.
+SIDES = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}
+CHUNK = 2**22
 
 
-class _Tile(NamedTuple):
-    """A chunk of tiles of some heads: rows in storage (the row past the end where there is none) and their scores."""
+class _Step(NamedTuple):
+    """Some tiles of one call as a kernel takes them."""
 
-    queries: Tensor  # (tiles * rows,) int64
-    keys: Tensor  # (tiles * keys,) int64
-    q: Tensor  # (batch, tiles, kv_heads, group * rows, head_dim)
-    k: Tensor  # (batch, tiles, kv_heads, keys + extra, head_dim)
+    tiles: Tiles
+    queries: Rows  # in storage
+    keys: Rows
+    group: int  # query heads of a KV head
+    q: Tensor  # (batch * tiles, kv_heads, group * rows, head_dim)
+    k: Tensor  # (batch * tiles, kv_heads, keys + extra, head_dim)
     v: Tensor
-    scores: Tensor  # (batch, tiles, kv_heads, group * rows, keys + extra), -inf where a query does not see a key
-    bias: list["_AxisBias"]  # of these tiles, along each axis; empty where there is no bias
+    problem: Problem
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Rows of x (batch, seq, heads, n) in the layout of q."""
+        return _of_queries(x, self.queries, self.tiles.count, self.group)
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """The inverse: (batch, tiles * rows, heads, n)."""
+        x = x.transpose(1, 2) if self.group == 1 else _with_group_last(x, self.group)
+        return x if self.tiles.count == 1 else x.unflatten(0, (-1, self.tiles.count)).flatten(1, 2)
 
 
-class _AxisBias(NamedTuple):
-    """The entries of a table of bias that the pairs of one axis's tiles have."""
-
-    entries: Tensor  # (tiles, rows, keys) int64, the entry of each pair
-    keys: Tensor  # (tiles, rows, entries) int64, the key with which a row meets an entry
-    exists: Tensor  # the same shape, bool: whether there is one
-
-
-def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def forward(inputs: Tensors, request: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
-    batch, seq, heads, head_dim = inputs.q.shape
-    out = inputs.q.new_zeros(batch, seq + 1, heads, head_dim)
-    lse = inputs.q.new_zeros(batch, seq + 1, heads, dtype=WORKING_DTYPE[inputs.q.dtype])
+    batch, seq, heads, _ = inputs.q.shape
+    dtype = WORKING_DTYPE[inputs.q.dtype]
+    if (step := _only_step(inputs, request, kernel)) is not None:
+        out, lse = kernel.forward(step.q, step.k, step.v, step.problem)
+        return step.by_row(out).to(inputs.q.dtype).contiguous(), lse.reshape(batch, heads, seq)
+    inputs = _with_past(inputs, request)
+    out = torch.zeros_like(inputs.q, memory_format=torch.contiguous_format)
+    lse = out.new_zeros(*out.shape[:3], 1, dtype=dtype)
     for near, kv_heads in request.heads_by_window.items():
         window_inputs, which = _of_heads(inputs, kv_heads)
         outs, lses = out[:, :, which], lse[:, :, which]
-        for tile in _chunks(window_inputs, near, request):
-            part_lse = tile.scores.logsumexp(-1)
-            # Not exp(scores - lse): where scores are large, lse is rounded so much that these do not sum to 1.
-            weights = tile.scores.softmax(-1).masked_fill_(part_lse[..., None] == -torch.inf, 0.0)
-            outs.index_copy_(1, tile.queries, _by_row(weights @ tile.v, outs).to(out.dtype))
-            lses.index_copy_(1, tile.queries, _by_row(part_lse[..., None], outs)[..., 0])
+        for step in _steps(window_inputs, near, request, kernel):
+            step_out, step_lse = kernel.forward(step.q, step.k, step.v, step.problem)
+            _put(outs, step.queries, step.by_row(step_out).to(out.dtype))
+            _put(lses, step.queries, step.by_row(step_lse[..., None]))
         if not isinstance(which, slice):
             out[:, :, which], lse[:, :, which] = outs, lses
-    return out[:, :seq].contiguous(), lse[:, :seq].transpose(1, 2).contiguous()
+    return out[:, :seq].contiguous(), lse[:, :seq, :, 0].transpose(1, 2).contiguous()
 
 
 def backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
-) -> Tensors:
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, kernel: Kernel,
+    dlse: Tensor | None = None,
+) -> Tensors:  # fmt: skip
     """Gradients of q, k, v and of the extra keys, from the merged out and lse."""
-    dtype = WORKING_DTYPE[dout.dtype]
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta = delta - dlse.transpose(1, 2)[..., None]
-    rows = [x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=dtype) for x in inputs.with_rows]
+    given, inputs, dtype = inputs, _with_past(inputs, request), WORKING_DTYPE[dout.dtype]
+    if inputs.bias is not None:  # whose gradient is made of the gradients of all scores
+        kernel = Eager
+    # lse in the layout of the others.
+    row_side = [dout, out, *(x.transpose(1, 2).contiguous()[..., None] for x in (lse, dlse) if x is not None)]
+    row_side = [_past(x, request) for x in row_side]
+    if inputs.bias is None and (step := _only_step(inputs, request, kernel)) is not None:
+        dq, dk, dv = _gradients(kernel, row_side, step)
+        keys = inputs.k.shape[1]
+        extra = (x[:, :, keys:].transpose(1, 2) for x in (dk, dv))
+        dk, dv = (x[:, :, :keys].transpose(1, 2) for x in (dk, dv))
+        return as_returned(Tensors(step.by_row(dq), dk, dv, *extra), given, request)
+    sums = [x.new_zeros(x.shape, dtype=dtype) for x in inputs.with_rows]
     dbias = None if inputs.bias is None else torch.zeros_like(inputs.bias, dtype=dtype)
     for near, kv_heads in request.heads_by_window.items():
         window_inputs, which = _of_heads(inputs, kv_heads)
-        sums = [x[:, :, which if n == 0 else kv_heads] for n, x in enumerate(rows)]
-        row_side = [x[:, :, which] for x in (dout.to(dtype), lse.transpose(1, 2)[..., None], delta)]
-        for tile in _chunks(window_inputs, near, request):
-            douts, lses, deltas = (_gathered(x, tile.queries, tile.q) for x in row_side)
-            weights = (tile.scores - _finite(lses)).exp_()
-            dscores = weights * (douts @ tile.v.mT - deltas)
-            sums[0].index_copy_(1, tile.queries, _by_row(dscores @ tile.k, sums[0]) * request.scale)
-            keys = tile.keys.numel() // tile.q.shape[1]
-            if dbias is not None:
-                dbias[which] += _summed_by_entry(dscores[..., :keys], tile.bias)
-            for n, both in ((1, dscores.mT @ tile.q * request.scale), (2, weights.mT @ douts)):
-                sums[n].index_add_(1, tile.keys, both[..., :keys, :].transpose(2, 3).flatten(1, 2))
-                sums[n + 2][:, : inputs.extra_k.shape[1]] += both[..., keys:, :].sum(1).transpose(1, 2)
-        for n, (grad, part) in enumerate(zip(rows, sums, strict=True)):
-            grad[:, :, which if n == 0 else kv_heads] = part
-    grads = [x[:, : y.shape[1]] for x, y in zip(rows, inputs.with_rows, strict=True)]
-    return as_returned(Tensors(*grads, dbias), inputs, request)
+        heads = [which, *[which if isinstance(which, slice) else kv_heads] * 4]  # of q, and of what keys have
+        window_sums = [x[:, :, own] for x, own in zip(sums, heads, strict=True)]
+        window_side = [x[:, :, which] for x in row_side]
+        for step in _steps(window_inputs, near, request, kernel):
+            if dbias is None:
+                dq, dk, dv = _gradients(kernel, window_side, step)
+            else:
+                dq, dk, dv, dscores = _gradients_with_scores(window_side, step)
+                keys = dscores.shape[-1] - inputs.extra_k.shape[1]
+                dbias[which] += _summed_by_entry(_of_tiles(dscores[..., :keys], step), step.tiles.bias)
+            _put(window_sums[0], step.queries, step.by_row(dq))
+            for n, part in ((1, dk), (2, dv)):
+                _add_keys(window_sums[n], window_sums[n + 2], step, part.transpose(1, 2))
+        if not isinstance(which, slice):
+            for total, part, own in zip(sums, window_sums, heads, strict=True):
+                total[:, :, own] = part
+    grads = [x[:, : y.shape[1]] for x, y in zip(sums, given.with_rows, strict=True)]
+    return as_returned(Tensors(*grads, dbias), given, request)
+
+
+def _gradients(kernel: Kernel, row_side: list[Tensor], step: _Step) -> tuple[Tensor, Tensor, Tensor]:
+    dout, out, lse, dlse = _of_step(row_side, step)
+    return gradients(kernel, dout, step.q, step.k, step.v, out, lse, dlse, step.problem)
+
+
+def _gradients_with_scores(row_side: list[Tensor], step: _Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # dq, dk, dv, and the gradient of the scores.
+    dout, out, lse, dlse = _of_step(row_side, step)
+    tensors = dout, step.q, step.k, step.v, out
+    tensors = tensors if dlse is None else with_lse_columns(*tensors, dlse)
+    *grads, dscores = Eager.backward_with_scores(*tensors, lse, step.problem)
+    return *(x[..., : step.q.shape[-1]] for x in grads), dscores
+
+
+def _of_step(row_side: list[Tensor], step: _Step) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    # dout, out, lse and dlse of a step's queries.
+    dout, out, lse, *dlse = (step.of_queries(x).to(step.q.dtype) for x in row_side)
+    return dout, out, lse[..., 0], dlse[0][..., 0] if dlse else None
+
+
+def _with_past(inputs: Tensors, request: Request) -> Tensors:
+    return inputs if request.slots is None else Tensors(*(_past(x, request) for x in inputs[:3]), *inputs[3:])
+
+
+def _past(x: Tensor, request: Request) -> Tensor:
+    # With a row of zeros past the end, where those cells of a tile lie that no rank holds.
+    return x if request.slots is None else pad(x, (0, 0, 0, 0, 0, 1))
 
 
 def _of_heads(inputs: Tensors, kv_heads: list[int]) -> tuple[Tensors, slice | Tensor]:
@@ -105,7 +155,7 @@ def _of_heads(inputs: Tensors, kv_heads: list[int]) -> tuple[Tensors, slice | Te
     return Tensors(inputs.q[:, :, heads], *(x[:, :, kv_heads] for x in inputs[1:5]), bias), heads
 
 
-def _summed_by_entry(dscores: Tensor, bias: list[_AxisBias]) -> Tensor:
+def _summed_by_entry(dscores: Tensor, bias: list[AxisBias]) -> Tensor:
     # The gradient of a table of bias (heads, entries along each axis), of (batch, tiles, kv_heads, group * rows, keys).
     # Along an axis a row has each entry with one key at most. So no sum depends on an order that the device chooses.
     pairs = dscores.sum(0)
@@ -122,115 +172,6 @@ def _summed_by_entry(dscores: Tensor, bias: list[_AxisBias]) -> Tensor:
     return pairs.sum(0)
 
 
-def _finite(lse: Tensor) -> Tensor:
-    # lse, but 0 for a row without keys: all its scores are -inf, and -inf - -inf would be NaN.
-    return lse.masked_fill(lse == -torch.inf, 0.0)
-
-
-def _gathered(x: Tensor, rows: Tensor, q: Tensor) -> Tensor:
-    # Rows of x (batch, seq, heads, n) in the layout of q's tiles.
-    batch, tiles, kv_heads, _, _ = q.shape
-    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))
-    part = padded.index_select(1, rows).view(batch, tiles, -1, kv_heads, x.shape[2] // kv_heads, x.shape[3])
-    return part.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
-
-
-def _by_row(x: Tensor, like: Tensor) -> Tensor:
-    # The inverse of `_gathered`: (batch, tiles * rows, heads, n).
-    batch, _, kv_heads, _, width = x.shape
-    group = like.shape[2] // kv_heads
-    return x.unflatten(3, (group, -1)).permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, like.shape[2], width)
-
-
-def _chunks(inputs: Tensors, near: Neighbourhood, request: Request) -> Iterator[_Tile]:
-    *with_rows, bias = inputs
-    q, k, v, extra_k, extra_v = (x.to(WORKING_DTYPE[x.dtype]) for x in with_rows)
-    bias = None if bias is None else bias.to(q.dtype).flatten(1)
-    gathered = request.slots is not None
-    axes, q_sides, k_sides = _axes(near, request.part, gathered, q.device)
-    bias_axes = [] if bias is None else _bias_axes(near, request.pattern.bias_sides, request.part, q.device)
-    rows, keys = prod(axis.queries.shape[1] for axis in axes), prod(axis.keys.shape[1] for axis in axes)
-    tiles = prod(len(axis.queries) for axis in axes)
-    size = max(1, CHUNK // (q.shape[0] * q.shape[2] * rows * (keys + extra_k.shape[1])))
-    past_q, past_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
-    firsts = range(0, tiles, size)
-    for first in firsts[:3] if q.is_meta else firsts:  # where memory is counted: the others take no more
-        number = torch.arange(first, min(first + size, tiles), device=q.device)
-        tile_index = []
-        for axis in reversed(axes):  # torch's unravel_index copies from the host, which a CUDA graph cannot capture
-            tile_index.insert(0, number % len(axis.queries))
-            number = number // len(axis.queries)
-        queries, is_query = joined(q_sides, [axis.queries[n] for axis, n in zip(axes, tile_index, strict=True)])
-        cells, is_key = joined(k_sides, [axis.keys[n] for axis, n in zip(axes, tile_index, strict=True)])
-        tile_bias = [_AxisBias(*(x[n] for x in axis)) for axis, n in zip(bias_axes, tile_index, strict=False)]
-        attends = _attends([axis.attends[n] for axis, n in zip(axes, tile_index, strict=True)])
-        queries, cells = slots_of(request, queries), slots_of(request, cells)
-        if gathered:  # a box holds cells of others too
-            is_query, is_key = is_query & (queries >= 0) & (queries < past_q), is_key & (cells >= 0)
-        queries, slots = queries.where(is_query, past_q).flatten(), cells.where(is_key, past_k).flatten()
-        qs = _gathered(q, queries, q.new_empty(q.shape[0], len(number), k.shape[2], 0, 0))
-        ks, vs = (_gathered(x, slots, qs) for x in (k, v))
-        hidden = ~attends[None]
-        if request.key_padding_mask is not None:
-            padding = torch.nn.functional.pad(request.key_padding_mask, (0, 1)).index_select(1, slots)
-            hidden = hidden | padding.view(len(padding), len(number), 1, -1)
-        if extra_k.shape[1]:
-            ks, vs = (
-                torch.cat([x, y.transpose(1, 2)[:, None].expand(-1, len(number), -1, -1, -1)], 3)
-                for x, y in ((ks, extra_k), (vs, extra_v))
-            )
-            hidden = torch.nn.functional.pad(hidden, (0, extra_k.shape[1]))
-            if request.extra_padding_mask is not None:
-                hidden = hidden.repeat(len(q) // len(hidden), 1, 1, 1)
-                hidden[..., -extra_k.shape[1] :] |= request.extra_padding_mask[:, None, None]
-        scores = (qs @ ks.mT).mul_(request.scale)
-        split = scores.unflatten(3, (-1, rows))
-        if bias is not None:
-            entries = _flat_entries([x.entries for x in tile_bias], request.pattern.bias_sides)
-            own = bias.view(k.shape[2], -1, bias.shape[1])[:, :, entries]  # (kv_heads, group, tiles, rows, keys)
-            split[..., :keys] += own.permute(2, 0, 1, 3, 4)
-        split.masked_fill_(hidden[:, :, None, None], -torch.inf)
-        yield _Tile(queries, slots, qs, ks, vs, scores, tile_bias)
-
-
-@cached_for_graphs(maxsize=64)
-def _axes(
-    near: Neighbourhood, part: GridPart | None, gathered: bool, device: torch.device
-) -> tuple[list[AxisTiles], tuple[int, ...], tuple[int, ...]]:
-    # Tiles along each axis, and the sides of the boxes whose cells number their queries and their keys.
-    axes = [AxisTiles(*(x.to(device) for x in host_axis)) for host_axis in _axes_on_host(near, part)]
-    if part is None or gathered:
-        return axes, near.shape, near.shape
-    for n, ((queries, keys, attends), length) in enumerate(zip(axes, near.shape, strict=True)):
-        queries = (queries - part.rows[n].start).where(queries >= 0, -1)
-        keys = ((keys - part.keys[n].start) % length).where(keys >= 0, -1)
-        axes[n] = AxisTiles(queries, keys, attends)
-    return axes, tuple(map(len, part.rows)), tuple(map(len, part.keys))
-
-
-def _axes_on_host(near: Neighbourhood, part: GridPart | None) -> list[AxisTiles]:
-    # Values are computed on the host: "meta", where memory is counted, has none.
-    tiles, cells = TILE[len(near.axes)], part.queries if part else [None] * len(near.axes)
-    return [axis_tiles(axis, size, "cpu", spans) for axis, size, spans in zip(near.axes, tiles, cells, strict=True)]
-
-
-@cached_for_graphs(maxsize=64)
-def _bias_axes(
-    near: Neighbourhood, sides: tuple[int, ...], part: GridPart | None, device: torch.device
-) -> list[_AxisBias]:
-    # sides: entries of the table along each axis.
-    axes = []
-    for axis, side, (queries, keys, attends) in zip(near.axes, sides, _axes_on_host(near, part), strict=True):
-        entries = axis.distance(queries[:, :, None], keys[:, None]) + side // 2
-        number = torch.arange(keys.shape[1], device="cpu").expand(entries.shape)
-        # A pair that does not attend is written past the end, which is cut off.
-        met = torch.full((*queries.shape, side + 1), -1, device="cpu")
-        met = met.scatter_(2, entries.where(attends, side), number)[..., :side]
-        of_axis = entries.clamp(0, side - 1), met.clamp(min=0), met >= 0
-        axes.append(_AxisBias(*(x.to(device) for x in of_axis)))
-    return axes
-
-
 def _flat_entries(lines: list[Tensor], sides: tuple[int, ...]) -> Tensor:
     # The entry of a flat table for each pair of a tile (tiles, rows, keys), from those along each axis.
     entries = lines[0]
@@ -240,35 +181,179 @@ def _flat_entries(lines: list[Tensor], sides: tuple[int, ...]) -> Tensor:
     return entries
 
 
-def _attends(lines: list[Tensor]) -> Tensor:
-    # Which keys each row sees (tiles, rows, keys), from the same along each axis.
-    attends = lines[0]
-    for line in lines[1:]:
-        attends = (attends[:, :, None, :, None] & line[:, None, :, None, :]).flatten(3, 4).flatten(1, 2)
-    return attends
+def _taken(x: Tensor, rows: Rows) -> Tensor:
+    if not isinstance(rows, slice):
+        return x.index_select(1, rows)
+    return x if rows == slice(0, x.shape[1], 1) else x[:, rows]
 
 
-def _forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+def _put(x: Tensor, rows: Rows, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        x[:, rows] = values
+    else:
+        x.index_copy_(1, rows, values)
+
+
+def _add_keys(total: Tensor, extra_total: Tensor, step: _Step, part: Tensor) -> None:
+    # Add part (batch * tiles, keys + extra, kv_heads, n) to the sums over keys and over extra keys.
+    if extra := extra_total.shape[1]:
+        extra_total += _of_tiles(part[:, -extra:], step).sum(1)
+        part = part[:, :-extra]
+    if isinstance(step.keys, slice):
+        total[:, step.keys] += part
+    else:
+        total.index_add_(1, step.keys, _of_tiles(part, step).flatten(1, 2))
+
+
+def _of_tiles(x: Tensor, step: _Step) -> Tensor:
+    # (batch * tiles, ...) -> (batch, tiles, ...)
+    return x.unflatten(0, (-1, step.tiles.count))
+
+
+def _by_tile(x: Tensor, rows: Rows, tiles: int) -> Tensor:
+    # Rows of x (batch, seq, ...) by tiles: (batch * tiles, rows, ...).
+    x = _taken(x, rows)
+    return x if tiles == 1 else x.unflatten(1, (tiles, -1)).flatten(0, 1)
+
+
+def _of_queries(x: Tensor, rows: Rows, tiles: int, group: int) -> Tensor:
+    x = _by_tile(x, rows, tiles)
+    if group == 1:
+        return x.transpose(1, 2)
+    return x.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _with_group_last(x: Tensor, group: int) -> Tensor:
+    # (batch, kv_heads, group * rows, n) -> (batch, rows, heads, n)
+    return x.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _only_step(inputs: Tensors, request: Request, kernel: Kernel) -> _Step | None:
+    # The step that is all of a call, with the rows of q and of k as they are stored; None where there is none.
+    if len(request.heads_by_window) > 1 or request.slots is not None or request.ordering is not None:
+        return None
+    near = next(iter(request.heads_by_window))
+    tile_groups, _ = _groups(inputs, near, request, kernel)
+    is_only = len(tile_groups) == 1 and tile_groups[0].is_whole
+    return next(_steps(inputs, near, request, kernel)) if is_only else None
+
+
+def _groups(inputs: Tensors, near: Neighbourhood, request: Request, kernel: Kernel) -> tuple[list[Group], int]:
+    # The groups of tiles, and the pairs of a step.
+    q, k, _, extra_k, _, bias = inputs
+    batch, _, heads, _ = q.shape
+    kv_heads, extra = k.shape[2], extra_k.shape[1]
+    bias_sides = () if bias is None else request.pattern.bias_sides
+    if kernel is Eager:
+        sides, chunk = SIDES[len(near.axes)], CHUNK
+    else:
+        has_padding = request.key_padding_mask is not None or request.extra_padding_mask is not None
+        added = (batch if has_padding else 1) * (1 if bias is None else heads)
+        sides = sides_on_cpu(near, request.part, extra, heads // kv_heads, batch * kv_heads, added)
+        chunk = PAIRS_OF_STEP
+    dtype = WORKING_DTYPE[q.dtype]
+    return groups(near, request.part, request.slots is not None, sides, bias_sides, dtype, q.device), chunk
+
+
+def _steps(inputs: Tensors, near: Neighbourhood, request: Request, kernel: Kernel) -> Iterator[_Step]:
+    q, k, v, extra_k, extra_v, bias = inputs
+    batch, _, heads, _ = q.shape
+    group, extra, dtype = heads // k.shape[2], extra_k.shape[1], WORKING_DTYPE[q.dtype]
+    bias = None if bias is None else bias.to(dtype).flatten(1)
+    extra_k, extra_v = extra_k.to(dtype), extra_v.to(dtype)
+    tile_groups, chunk = _groups(inputs, near, request, kernel)
+    for tile_group in tile_groups:
+        count = max(1, chunk // (batch * heads * tile_group.rows * (tile_group.keys + extra)))
+        firsts = range(0, tile_group.count, count)
+        for first in firsts[:3] if q.is_meta else firsts:  # where memory is counted: the others take no more
+            tiles = tile_group.kept
+            if tiles is None or count < tile_group.count:
+                tiles = tile_group.tiles(first, min(count, tile_group.count - first))
+            queries, keys, added = _stored(tiles, request, q, k)
+            step_q = _of_queries(q, queries, tiles.count, group).to(dtype)
+            step_k, step_v = (_by_tile(x, keys, tiles.count).to(dtype) for x in (k, v))
+            if extra:
+                step_k, step_v = (
+                    torch.cat([x, y.repeat_interleave(tiles.count, 0)], 1)
+                    for x, y in ((step_k, extra_k), (step_v, extra_v))
+                )
+            added = _added(added, keys, tiles, request, batch, group, extra, bias)
+            problem = Problem(request.scale, False, added=added)
+            yield _Step(tiles, queries, keys, group, step_q, step_k.transpose(1, 2), step_v.transpose(1, 2), problem)
+
+
+def _stored(tiles: Tiles, request: Request, q: Tensor, k: Tensor) -> tuple[Rows, Rows, Tensor]:
+    # Rows of q and of k in storage, and what is added to the scores: -inf for keys that lie nowhere.
+    if request.slots is None and request.ordering is None:
+        return tiles.queries, tiles.keys, tiles.added
+    if request.slots is None:
+        slots = request.ordering.to(q.device).inverse
+        return slots[tiles.queries], slots[tiles.keys], tiles.added
+    queries, keys = request.slots[tiles.queries].long(), request.slots[tiles.keys].long()
+    past_q, past_k = q.shape[1] - 1, k.shape[1] - 1
+    queries = queries.where((queries >= 0) & (queries < past_q), past_q)
+    added = tiles.added.masked_fill((keys < 0).view(tiles.count, 1, -1), -torch.inf)
+    return queries, keys.where(keys >= 0, past_k), added
+
+
+def _added(
+    added: Tensor, keys: Rows, tiles: Tiles, request: Request, batch: int, group: int, extra: int, bias: Tensor | None
+) -> Tensor:
+    # What is added to the scores of some tiles: (batch * tiles or 1, kv_heads or 1, group * rows, keys + extra).
+    # added: (tiles, rows, keys), 0 or -inf. bias: (heads, entries).
+    count, has_padding = tiles.count, request.key_padding_mask is not None
+    if bias is None and not extra and not has_padding and group == 1 and 1 in (batch, count):
+        return added[:, None]
+    added = added[None]
+    if has_padding:
+        padding = request.key_padding_mask if request.slots is None else pad(request.key_padding_mask, (0, 1))
+        added = added.masked_fill(_taken(padding, keys).view(batch, count, 1, -1), -torch.inf)
+    added = added[:, :, None, None]  # [batch or 1, tiles, kv_heads or 1, group or 1, rows, keys]
+    if bias is not None:
+        entries = _flat_entries([x.entries for x in tiles.bias], request.pattern.bias_sides)
+        own = bias.view(-1, group, bias.shape[1])[:, :, entries]  # [kv_heads, group, tiles, rows, keys]
+        added = added + own.permute(2, 0, 1, 3, 4)
+    if extra:
+        added = pad(added, (0, extra))
+        if request.extra_padding_mask is not None:
+            added = added.repeat(batch // len(added), 1, 1, 1, 1, 1)
+            hidden = request.extra_padding_mask[:, None, None, None, None]
+            added[..., -extra:].masked_fill_(hidden, -torch.inf)
+    if group > 1:
+        added = added.expand(-1, -1, -1, group, -1, -1)
+    if count > 1:
+        added = added.expand(batch, -1, -1, -1, -1, -1)
+    return added.flatten(3, 4).flatten(0, 1)
+
+
+def _forward(inputs: Tensors, request: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
     # Tiles are of a line of which all sequences have the same cells. Asked here, a warm call opens no file for it.
     if request.key_start is None and request.query_starts is None:
-        return forward(inputs, request)
+        return forward(inputs, request, kernel)
     return gathered.results(inputs, request)
 
 
 def _backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
-) -> Tensors:
-    run = reference.backward_by_rows if has_starts(request) else backward
-    return run(dout, inputs, out, lse, request, dlse)
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None, *,
+    kernel: Kernel,
+) -> Tensors:  # fmt: skip
+    if has_starts(request):
+        return reference.backward_by_rows(dout, inputs, out, lse, request, dlse)
+    return backward(dout, inputs, out, lse, request, kernel, dlse)
 
 
+def _functions_of(kernel: Kernel) -> tuple[Forward, Backward]:
+    return partial(_forward, kernel=kernel), partial(_backward, kernel=kernel)
+
+
+_ON_CPU, _ELSEWHERE = _functions_of(ON_CPU), _functions_of(Eager)
 BACKENDS = (
     Backend(
         serves=HeadNeighbourhoods,
         name="eager",
-        note="matrix products of tiles, in chunks",
+        note="tiles, by torch's fused kernel on a CPU and by matrix products elsewhere",
         colour="#999999",
-        functions=lambda device: (_forward, _backward),
+        functions=lambda device: _ON_CPU if device.type == "cpu" else _ELSEWHERE,
         reads_orderings=True,
         caveat=SPREADS,
         options=("part", *STARTS, *BIAS),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from random import Random
 
 import pytest
@@ -50,8 +51,10 @@ from hilbert_lib import (
     ring_attend,
 )
 from hilbert_lib.attention import api, choice, operators
-from hilbert_lib.attention.backends import flex, tiles
+from hilbert_lib.attention.backends import flex, reference, tiles
+from hilbert_lib.attention.backends.kernel import Eager
 from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.backends.tile_groups import MOST_ADDED, sides_on_cpu
 from hilbert_lib.attention.grid_parts import on_its_keys, part_of_box
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.rules import Rule
@@ -578,25 +581,79 @@ def test_an_image_passes_through_a_layer_for_video():
     torch.testing.assert_close(video(x[:, None])[:, 0], image(x))  # a row of 5 cells is seen whole
 
 
-def test_memory_does_not_grow_with_length_squared(monkeypatch):
-    # Of scores, no more than a chunk at a time, however long the sequence is.
-    most = []
-    chunks = tiles._chunks
+@pytest.mark.parametrize("kernel", [tiles.ON_CPU, Eager])
+def test_memory_does_not_grow_with_length_squared(monkeypatch, kernel):
+    # Of pairs, no more than a chunk at a time, however long the sequence is.
+    most, steps = [], tiles._steps
 
     def watched(*args):
-        for tile in chunks(*args):
-            most.append(tile.scores.numel())
-            yield tile
+        for step in steps(*args):
+            most.append(prod(step.q.shape[:3]) * step.k.shape[2])
+            yield step
 
-    monkeypatch.setattr(tiles, "_chunks", watched)
-    monkeypatch.setattr(tiles, "CHUNK", 2**16)
+    monkeypatch.setattr(tiles, "_steps", watched)
+    for bound in ("CHUNK", "PAIRS_OF_STEP"):
+        monkeypatch.setattr(tiles, bound, 2**16)
     near = Neighbourhood((32, 32), 3)
     x = torch.randn(1, 1024, 2, 4)
     for extra in (0, 20):  # which every tile has too
-        tiles.forward(Tensors(x, x, x, x[:, :extra], x[:, :extra]), Request(near.of_heads(2)))
+        tiles.forward(Tensors(x, x, x, x[:, :extra], x[:, :extra]), Request(near.of_heads(2)), kernel)
         assert len(most) > 1
         assert max(most) <= 2**16
         most.clear()
+
+
+@pytest.mark.parametrize("kernel", [tiles.ON_CPU, Eager])
+@pytest.mark.parametrize(
+    ("near", "sides"),
+    [
+        (Neighbourhood(50, 9, dilation=3, is_causal=True), (7,)),
+        (Neighbourhood(48, 7, stride=3, edge="wrap"), (48,)),
+        (Neighbourhood((9, 10), (3, 5), stride=(2, 1), edge="clip"), (9, 4)),
+        (Neighbourhood((9, 10), (3, 5), dilation=(1, 2)), (9, 10)),
+        (Neighbourhood((3, 4, 5), 3), (2, 4, 5)),
+    ],
+)
+def test_no_result_depends_on_the_sides_of_tiles(monkeypatch, kernel, near, sides):
+    """By both kernels: with tiles of one step or of several, as slices and as indices of rows."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, dout = (
+        torch.randn(2, near.length, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    no_keys = k[:, :0]
+    padding = torch.rand(2, near.length, generator=generator) < 0.2
+    padding[1] = True  # a sequence without keys
+    dlse = torch.randn(2, 4, near.length, dtype=torch.float64, generator=generator)
+    monkeypatch.setattr(tiles, "sides_on_cpu", lambda *_: sides)
+    monkeypatch.setitem(tiles.SIDES, len(sides), sides)
+    for mask in (None, padding):
+        inputs = Tensors(q, k, v, no_keys, no_keys)
+        request = Request(near.of_heads(2), scale=0.3, key_padding_mask=mask)
+        expected = reference.forward(inputs, request)
+        finite = dlse.masked_fill(expected[1] == -torch.inf, 0.0)
+        grads = reference.backward(dout, inputs, *expected, request, dlse=finite)
+        for pairs in (1, 2**20):
+            for bound in ("CHUNK", "PAIRS_OF_STEP"):
+                monkeypatch.setattr(tiles, bound, pairs)
+            found = tiles.forward(inputs, request, kernel)
+            torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+            found_grads = tiles.backward(dout, inputs, *expected, request, kernel, finite)
+            torch.testing.assert_close(found_grads[:3], tuple(grads[:3]), atol=1e-12, rtol=0)
+
+
+def test_a_small_grid_is_one_tile_on_a_cpu_and_a_large_one_many():
+    """As measured: 14 x 14 with window 7 dense, 56 x 56 and a sequence with window 512 by tiles."""
+
+    def sides(near: Neighbourhood, copies: int) -> tuple[int, ...]:
+        return sides_on_cpu(near, None, extra=0, group=1, copies=copies, added=1)
+
+    assert sides(Neighbourhood((14, 14), 7), 256) == (14, 14)
+    assert sides(Neighbourhood((8, 8), 3), 4) == (8, 8)
+    assert prod(sides(Neighbourhood((56, 56), 7), 32)) <= 112
+    assert sides(Neighbourhood(4096, 512, is_causal=True), 8) == (128,)
+    assert prod(sides(Neighbourhood((128, 128), 21), 4)) <= 256
+    # What is added to scores is bounded where every query sees all keys, too.
+    assert prod(sides(Neighbourhood(2**15, 2**15), 8)) * 2**15 <= MOST_ADDED
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
