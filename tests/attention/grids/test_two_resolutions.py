@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib import two_resolution_attention
 from hilbert_lib.attention import two_resolutions
+from hilbert_lib.machine import kernel_mode
 
 # shape, cell, near, heads, kv_heads: sides that the cells divide and others, a near part that is moved inside, cells
 # and windows larger than the grid.
@@ -76,6 +77,37 @@ def test_other_dtypes_are_off_by_their_rounding(dtype, tolerance):
     gradients, right = (torch.autograd.grad(x.square().sum(), of) for x, of in ((out, inputs), (expected, exact)))
     for gradient, of_exact in zip(gradients, right, strict=True):
         torch.testing.assert_close(gradient.double(), of_exact, rtol=0, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", *["triton", "lists"] * (kernel_mode() == "interpreted")])
+def test_every_backend_of_grids_gives_the_same(backend):
+    inputs = drawn((7, 9), 2, 1, head_dim=16, dtype=torch.float32, batch=1)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    where = {"shape": (7, 9), "cell": (4, 4), "near": (1, 1)}
+    out, (expected, _) = (
+        two_resolution_attention(*inputs, **where, backend=backend),
+        query_by_query(*exact, *where.values()),
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
+    gradients, right = (torch.autograd.grad(x.square().sum(), of) for x, of in ((out, inputs), (expected, exact)))
+    for gradient, of_exact in zip(gradients, right, strict=True):
+        torch.testing.assert_close(gradient.double(), of_exact, rtol=0, atol=8e-6)
+
+
+# bfloat16: three roundings of an output of the order of 1, and of means.
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 24), (15, 22)], ids=str)
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu(shape, dtype, tolerance):
+    rounded = [x.detach().to(dtype) for x in drawn(shape, 4, 2, head_dim=64)]
+    inputs, exact = ([x.to(*to).requires_grad_() for x in rounded] for to in (("cuda",), (torch.float64,)))
+    out, expected = (two_resolution_attention(*x, shape, cell=4, near=1) for x in (inputs, exact))
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=tolerance)
+    gradients, right = (
+        torch.autograd.grad(x.double().square().sum(), of) for x, of in ((out, inputs), (expected, exact))
+    )
+    for gradient, of_exact in zip(gradients, right, strict=True):
+        torch.testing.assert_close(gradient.cpu().double(), of_exact, rtol=0, atol=4 * tolerance)
 
 
 def test_it_is_full_attention_where_nothing_is_averaged_and_where_cells_are_even():
