@@ -46,50 +46,97 @@ def _private(read: Callable[[], object]) -> Callable[[Callable], Callable]:
 # The dispatcher of operators.
 
 
-def _read_is_watched() -> Callable[[tuple], bool]:
-    keys, key_set, keys_of = torch._C.DispatchKey, torch._C.DispatchKeySet, torch._C._dispatch_keys
+def _bits(*names: str) -> int:
+    key_set, keys = torch._C.DispatchKeySet, torch._C.DispatchKey
+    return reduce(or_, (key_set(getattr(keys, name)) for name in names)).raw_repr()
+
+
+def _read_is_thread_watched() -> Callable[[], bool]:
     included, function_modes = torch._C._dispatch_tls_local_include_set, torch._C._len_torch_function_stack
     is_profiled = torch.autograd._profiler_enabled
     _ = forward_ad._current_level, torch.autograd.profiler._is_profiler_enabled  # read anew in every call
+    # Dispatch keys of a thread in which nobody watches operators: any other is a mode's or a transform's.
+    watched = ~_bits("BackendSelect", "ADInplaceOrView")
 
-    def bits(*names: str) -> int:
-        return reduce(or_, (key_set(getattr(keys, name)) for name in names)).raw_repr()
-
-    # Dispatch keys of a thread in which nobody watches operators, and of tensors that are nothing but data: any other
-    # is a mode's, a transform's, or a tensor's own.
-    watched = ~bits("BackendSelect", "ADInplaceOrView")
-    special = ~bits("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView")
-    plain, no_tensors = {Tensor, torch.nn.Parameter}, {NoneType, bool, int, float, str, tuple, list}
-
-    def is_watched(args: tuple) -> bool:
-        if (
+    def is_thread_watched() -> bool:
+        return (
             torch.compiler.is_compiling()
-            or included().raw_repr() & watched
-            or function_modes()
+            or included().raw_repr() & watched != 0
+            or function_modes() != 0
             or forward_ad._current_level >= 0  # the numbers of forward-mode differentiation show by this alone
             or is_profiled()
             or torch.autograd.profiler._is_profiler_enabled  # in all threads
-        ):
-            return True
-        for x in args:
-            if (kind := type(x)) in plain:
-                if keys_of(x).raw_repr() & special:
-                    return True
-            elif kind not in no_tensors and isinstance(x, Tensor):
-                return True
-        return False
+        )
 
-    return is_watched
+    return is_thread_watched
 
 
-@_private(_read_is_watched)
-def is_watched(args: tuple) -> bool:
-    """Whether a compiler, a mode, a transform or a profiler may look at operators, or a tensor is more than its data.
+@_private(_read_is_thread_watched)
+def is_thread_watched() -> bool:
+    """Whether a compiler, a mode, a transform or a profiler may look at operators of this thread.
 
-    Read in torch 2.13: dispatch keys of the thread and of tensors, modes, profilers. Without it: True, and every call
-    goes through torch's dispatcher.
+    Read in torch 2.13: dispatch keys of the thread, modes, profilers. Without it: True, and every call goes through
+    torch's dispatcher.
     """
     return True
+
+
+def _read_plain_keys() -> Callable[[Tensor], int]:
+    keys_of = torch._C._dispatch_keys
+    # Keys of tensors that are nothing but data.
+    special = ~_bits("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView")
+
+    def plain_keys(x: Tensor) -> int:
+        keys = keys_of(x).raw_repr()
+        return 0 if keys & special else keys
+
+    return plain_keys
+
+
+@_private(_read_plain_keys)
+def plain_keys(x: Tensor) -> int:
+    """The dispatch keys of a tensor that is nothing but data, as a number; 0 of any other one.
+
+    Read in torch 2.13. Without it: 0, asked only where `is_thread_watched` is False, which it then never is.
+    """
+    return 0
+
+
+_PLAIN_TENSORS, _NO_TENSORS = {Tensor, torch.nn.Parameter}, {NoneType, bool, int, float, str, tuple, list}
+
+
+def is_watched(args: tuple) -> bool:
+    """Whether somebody watches this thread, or one of the arguments is a tensor that is more than its data.
+
+    Read in torch 2.13, by `is_thread_watched` and `plain_keys`. Without it: True.
+    """
+    if is_thread_watched():
+        return True
+    for x in args:
+        if (kind := type(x)) in _PLAIN_TENSORS:
+            if not plain_keys(x):
+                return True
+        elif kind not in _NO_TENSORS and isinstance(x, Tensor):
+            return True
+    return False
+
+
+def _read_apply_function() -> Callable:
+    _ = super(torch.autograd.Function, torch.autograd.Function).apply
+
+    def apply_function(function: type[torch.autograd.Function], *args: object) -> object:
+        return super(torch.autograd.Function, function).apply(*args)
+
+    return apply_function
+
+
+@_private(_read_apply_function)
+def apply_function(function: type[torch.autograd.Function], *args: object) -> object:
+    """`function.apply(*args)` where no transform of torch.func runs and no argument is of one.
+
+    Read in torch 2.13: the method beneath, which does not look for them. Without it: that method itself.
+    """
+    return function.apply(*args)
 
 
 def _read_is_below_autograd() -> Callable[[], bool]:

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention import known_calls, operators
-from hilbert_lib.attention.autograd import needs_gradient, served_by, unwatched_forward
+from hilbert_lib.attention.autograd import Served, needs_gradient, served_by
 from hilbert_lib.attention.choice import is_undone, serving
 from hilbert_lib.attention.dtensors import local_call
 from hilbert_lib.attention.failures import KernelError, first_that_compiles
 from hilbert_lib.attention.joint import extra_attention
 from hilbert_lib.attention.known_calls import KnownCall
-from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Tensors, without_tensors
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.transforms import is_dtensor
 from hilbert_lib.attention.validation import as_cast, as_pattern, refuse_several_points, validated
 from hilbert_lib.checks import suggesting, unscripted
-from hilbert_lib.internals import is_watched
 from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
@@ -97,13 +96,12 @@ def attend(
     >>> attend(x, x, x, Neighbourhood((2, 3), 2)).shape
     torch.Size([1, 6, 2, 4])
     """
-    if query_start is None and query_box is None and not isinstance(pattern, PointNeighbourhood):
-        _warn_of_heads_first("attend", k)
     return computed(
         q,
         k,
         v,
         pattern,
+        called="attend" if query_start is None and query_box is None else "",
         is_causal=is_causal,
         scale=scale,
         dropout_p=dropout_p,
@@ -205,14 +203,13 @@ def dilated_attention(
     >>> dilated_attention(q, k, v, DilatedPattern((4, 8), (1, 2))).shape
     torch.Size([1, 8, 2, 4])
     """
-    if query_start is None:
-        _warn_of_heads_first("dilated_attention", k)
     return computed(
         q,
         k,
         v,
         pattern,
         door=check_dilated,
+        called="dilated_attention" if query_start is None else "",
         is_causal=is_causal,
         scale=scale,
         dropout_p=dropout_p,
@@ -320,14 +317,13 @@ def neighbourhood_attention(
     >>> image.shape, text.shape
     (torch.Size([1, 6, 1, 2]), torch.Size([1, 4, 1, 2]))
     """
-    if query_box is None and query_start is None and not isinstance(neighbourhood, PointNeighbourhood):
-        _warn_of_heads_first("neighbourhood_attention", k)
     return computed(
         q,
         k,
         v,
         neighbourhood,
         door=check_neighbourhood,
+        called="neighbourhood_attention" if query_start is None and query_box is None else "",
         ordering=ordering,
         query_box=query_box,
         query_start=query_start,
@@ -345,96 +341,60 @@ def neighbourhood_attention(
 
 
 def computed(
-    q, k, v, pattern, *, door=as_pattern, backend="auto", return_lse=False, kv_ordering=None, extra_q=None, **options
-) -> Tensor | tuple[Tensor, ...]:
-    """`attend` without a warning, for callers that made the layout of q, k and v themselves.
+    q, k, v, pattern, *, door=as_pattern, backend="auto", return_lse=False, kv_ordering=None, extra_q=None,
+    called="", **options,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """`attend`, for the functions that users call and for callers that made the layout of q, k and v themselves.
 
-    door: what makes a pattern of the argument, or refuses it.
+    door: what makes a pattern of the argument, or refuses it. called: the function that the user called, where it warns
+        of heads that come first.
     """
-    form, tensors = None, (q, k, v, extra_q, *options.values())
-    is_plain = not torch.compiler.is_compiling() and not is_watched(tensors)
-    if not is_plain and any(map(is_dtensor, tensors)):
-        options |= {"backend": backend, "return_lse": return_lse, "kv_ordering": kv_ordering, "extra_q": extra_q}
-        call = local_call({"q": q, "k": k, "v": v}, door(pattern), options)
-        return call.as_dtensors(computed(*call.tensors, call.pattern, **call.options))
-    if is_plain:
-        form_options = {**options, "kv_ordering": kv_ordering, "extra_q": extra_q, "return_lse": return_lse}
-        form = known_calls.form_of((q, k, v), pattern, door, backend, form_options)
+    options |= {"backend": backend, "return_lse": return_lse, "kv_ordering": kv_ordering, "extra_q": extra_q}
+    if form := known_calls.form_of(q, k, v, pattern, door, options):
         if known_call := known_calls.known(form):
             try:
-                inputs, request = _of_known_call(known_call, Tensors(q, k, v), pattern, options)
-                results = _computed_again(known_call, inputs, request, kv_ordering)
-                return _returned(results, extra_q, inputs, request, backend, return_lse)
+                return known_call.computed(q, k, v, pattern, options)
             except KernelError:
                 pass  # as tensors lie in memory now, it does not compile: what follows passes it over, or says so
-    checked = {"backend": backend, "return_lse": return_lse, "kv_ordering": kv_ordering, "extra_q": extra_q}
-    inputs, request = validated(q, k, v, door(pattern), **checked, **options)
-    request = _with_seed(request, inputs.q)
+    elif any(map(is_dtensor, (q, k, v, *options.values()))):
+        call = local_call({"q": q, "k": k, "v": v}, door(pattern), options)
+        return call.as_dtensors(computed(*call.tensors, call.pattern, **call.options))
+    if called and not isinstance(pattern, PointNeighbourhood):
+        _warn_of_heads_first(called, k)
+    inputs, request = validated(q, k, v, door(pattern), **options)
+    if request.dropout_p > 0.0:
+        request = replace(request, seed=known_calls.new_seed(q.device))
 
     def choose() -> str:
         gradient = needs_gradient(*inputs)
         how = {"gradient": gradient, "lse_gradient": gradient and return_lse, "has_ordering": kv_ordering is not None}
         return serving(inputs.q, inputs.k, request, backend, **how)
 
-    def run(chosen: str) -> tuple[Tensor, Tensor]:
+    def run(chosen: str) -> tuple[Tensor, Tensor, str, bool]:
         q = inputs.q
         undone = kv_ordering is not None and is_undone(backend, chosen, q.device, request, q.shape[1])
         stored_inputs, stored_request = _as_stored(inputs, request, kv_ordering, undone)
-        results = operators.attention(stored_inputs, stored_request, chosen)
-        if form is not None:
-            served = served_by(chosen, request.pattern, q)
-            arguments = {name: ARGUMENTS.get(name, name) for name in TENSORS if getattr(request, name) is not None}
-            masks = {name: argument for name, argument in arguments.items() if argument in options}
-            takes_extra = inputs.extra_k is not None
-            known_calls.remember(
-                form, KnownCall(replace(without_tensors(request), lists=()), served, undone, takes_extra, masks)
-            )
-        return results
+        return *operators.attention(stored_inputs, stored_request, chosen), chosen, undone
 
-    results = first_that_compiles(choose, run, backend, level=4)
-    return _returned(results, extra_q, inputs, request, backend, return_lse)
-
-
-def _returned(
-    results: tuple[Tensor, Tensor], extra_q: Tensor | None, inputs: Tensors, request: Request, backend: str,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    # The results of the cells, and of extra queries if there are any, as users get them.
-    out, lse = results
-    if extra_q is None:
+    out, lse, chosen, undone = first_that_compiles(choose, run, backend, level=4)
+    extra = None
+    if extra_q is not None:
+        extra = extra_attention(as_cast(extra_q), inputs, request, backend, return_lse, level=5)
+    if form is not None:
+        arguments = {"q": q, "k": k, "v": v, **options}
+        known_call = KnownCall.of(inputs, request, _served(chosen, inputs, request), arguments, is_undone=undone)
+        if extra is not None and known_call is not None:
+            served = _served(extra.backend, extra.inputs, extra.request)
+            known_call.beside = KnownCall.of(extra.inputs, extra.request, served, arguments, is_beside=True)
+            known_call = known_call.beside and known_call
+        known_calls.remember(form, known_call)
+    if extra is None:
         return (out, lse) if return_lse else out
-    # Its warnings stand two functions further from the user than those of the cells.
-    extra_out, extra_lse = extra_attention(as_cast(extra_q), inputs, request, backend, return_lse, level=6)
-    return (out, lse, extra_out, extra_lse) if return_lse else (out, extra_out)
+    return (out, lse, extra.out, extra.lse) if return_lse else (out, extra.out)
 
 
-def _of_known_call(known_call: KnownCall, inputs: Tensors, pattern: object, options: dict) -> tuple[Tensors, Request]:
-    # The tensors and the request of a call whose form is known: all that is taken from it are its tensors.
-    q, k, v, *_ = inputs
-    if known_call.takes_extra:
-        extra_k, extra_v = options.get("extra_k"), options.get("extra_v")
-        if extra_k is None:
-            extra_k = extra_v = k.new_empty(k.shape[0], 0, *k.shape[2:])
-        inputs = Tensors(q, k, v, extra_k, extra_v, options.get("bias"))
-    request = known_call.request
-    if isinstance(pattern, PointNeighbourhood):
-        request = replace(request, lists=pattern.list_tensors)
-    if known_call.masks:
-        request = replace(request, **{name: options[argument] for name, argument in known_call.masks.items()})
-    return inputs, request
-
-
-def _computed_again(
-    known_call: KnownCall, inputs: Tensors, request: Request, kv_ordering: Ordering | None
-) -> tuple[Tensor, Tensor]:
-    stored_inputs, request = _as_stored(inputs, _with_seed(request, inputs.q), kv_ordering, known_call.is_undone)
-    return unwatched_forward(stored_inputs, request, known_call.served, operators.dispatched_backward)
-
-
-def _with_seed(request: Request, q: Tensor) -> Request:
-    if request.dropout_p == 0.0:
-        return request
-    return replace(request, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
+def _served(backend: str, inputs: Tensors, request: Request) -> Served:
+    return served_by(backend, request.pattern, inputs.q)
 
 
 def _as_stored(
@@ -483,7 +443,7 @@ def _warn_of_heads_first(function: str, k: Tensor) -> None:
         warnings.warn(
             f"k has {heads} heads and {rows} rows: {function} takes (batch, seq, heads, head_dim). If heads "
             "come first, as in scaled_dot_product_attention, give x.transpose(1, 2)",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

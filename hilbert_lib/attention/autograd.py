@@ -22,6 +22,7 @@ from hilbert_lib.attention.request import (
     WORKING_DTYPE,
     GridPart,
     Request,
+    Results,
     Tensors,
     tensors_of,
     with_tensors,
@@ -201,7 +202,10 @@ def _forward_of_one(served: Served, inputs: Tensors, request: Request) -> tuple[
     if request.key_start is not None and served.aligns(request):
         out, lse = aligned_forward(served.forward, inputs, request)
     else:
-        out, lse = served.forward(_as_loaded(inputs), request)
+        results = served.forward(_as_loaded(inputs), request)
+        if type(results) is Results and not _has_zero_keys(request.pattern):
+            return results
+        out, lse = results
     lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
     if _has_zero_keys(request.pattern):
         add_zero_keys(out, lse, request, request.first_query, inputs.k.shape[1], inputs.k.shape[2])
@@ -259,8 +263,16 @@ def _backward_of_one(
         results = aligned_backward(served.backward, dout, inputs, out, lse, request, dlse)
     else:
         results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)
-    grads = [dout.new_empty(0) if x is None else x.contiguous() for x in results]
-    return *grads, *(dout.new_empty(0) for _ in range(len(inputs) - len(grads)))
+    missing = (None,) * (len(inputs) - len(results))
+    grads = tuple(_gradient(dout, *each) for each in zip((*results, *missing), inputs, strict=True))
+    return Results(grads).of(results.recording, results.tensors) if type(results) is Results else grads
+
+
+def _gradient(dout: Tensor, grad: Tensor | None, x: Tensor | None) -> Tensor:
+    # A backend may leave out the gradient of a tensor without elements.
+    if grad is not None:
+        return grad.contiguous()
+    return dout.new_empty(0 if x is None else x.shape)
 
 
 def _has_zero_keys(pattern: Pattern) -> bool:

@@ -54,9 +54,7 @@ def remember(error: KernelError, function: str, backend: str, q: Tensor) -> None
     _count_change()
 
 
-def first_that_compiles(
-    choose: Callable[[], str], run: Callable[[str], tuple[Tensor, Tensor]], backend: str, level: int
-) -> tuple[Tensor, Tensor]:
+def first_that_compiles(choose: Callable[[], str], run: Callable[[str], tuple], backend: str, level: int) -> tuple:
     """The result of `run` with the backend that `choose` names.
 
     backend: as the user named it. level: how far above this the user's call stands, for the warning.

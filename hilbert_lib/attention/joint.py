@@ -1,5 +1,7 @@
 """Joint attention: queries beside a grid, which see every cell and every extra key."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from hilbert_lib.attention import operators
@@ -21,10 +23,20 @@ def beside(name: str) -> str:
     return _ALONG_SEQUENCES.get(name, name)
 
 
+class Joint(NamedTuple):
+    """The results of extra queries, and the call that they are of."""
+
+    out: Tensor  # (batch, extra, heads, head_dim)
+    lse: Tensor  # (batch, heads, extra)
+    backend: str
+    inputs: Tensors
+    request: Request
+
+
 def extra_attention(
     extra_q: Tensor, inputs: Tensors, request: Request, backend: str, return_lse: bool, level: int
-) -> tuple[Tensor, Tensor]:
-    """Output (batch, extra, heads, head_dim) and lse (batch, heads, extra) of extra queries.
+) -> Joint:
+    """Attention of extra queries over all cells and extra keys.
 
     extra_q: as autocast casts it. inputs, request: those of the cells. backend, return_lse: as the user gave them.
     level: as in `first_that_compiles`.
@@ -39,7 +51,10 @@ def extra_attention(
             raise ValueError(f"backend={backend!r} {joint_refusal(inputs, request, backend)}; see explain_backend")
         return name
 
-    return first_that_compiles(chosen, lambda name: operators.attention(inputs, request, name), backend, level)
+    def run(name: str) -> Joint:
+        return Joint(*operators.attention(inputs, request, name), name, inputs, request)
+
+    return first_that_compiles(chosen, run, backend, level)
 
 
 def joint_call(extra_q: Tensor, inputs: Tensors, request: Request) -> tuple[Tensors, Request]:

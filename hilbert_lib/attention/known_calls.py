@@ -1,27 +1,38 @@
-"""Calls that were validated, and what was decided for them: a later call of the same form is looked up.
+"""Calls that came before: one look-up leads from a call to the launches of an earlier one of its form.
 
-    form of a call   all that its validation and the choice of a backend hang on, as a key: `form_of`
-    known call       its request without tensors, and the backend that served: `KnownCall`
+    form of a call   all that it hangs on, as a key (`form_of`): shapes, strides, dtypes, devices and alignment of its
+         |           tensors; the other arguments with their types; modes of torch; rules that were measured
+         |  _calls
+         v
+    KnownCall        request without tensors, backend, and for each direction the recording of its launches
 
-A form holds shapes, dtypes and devices of tensors, and never a tensor. Calls under autocast, and those with an argument
-of a type that is not listed here, have no form: they are validated each time.
+    call of a form   arguments    function of the backend   launches
+    first            validated    runs                      compiled
+    second           looked up    runs                      recorded, where the function only starts kernels
+    third and later  looked up    -                         those of the recording, with the new addresses
+
+Nothing here holds a tensor. A call has no form, and is validated each time, where somebody watches torch's operators or
+where an argument is of a type that is not listed here. A recording starts nothing where Triton's hooks listen or a CUDA
+graph is captured (`triton.start`): then the function of the backend runs.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention import failures
-from hilbert_lib.attention.autograd import Served
-from hilbert_lib.attention.measured_rules import changed_at
-from hilbert_lib.attention.request import Request
-from hilbert_lib.ordering import Ordering
+from hilbert_lib.attention import failures, operators
+from hilbert_lib.attention.autograd import Served, needs_gradient, run_forward, unwatched_backward
+from hilbert_lib.attention.measured_rules import changed_lately, look_again
+from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Results, Tensors, tensors_of, without_tensors
+from hilbert_lib.internals import apply_function, is_below_autograd, is_thread_watched, plain_keys
+from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.points import PointNeighbourhood
 
 MOST = 1024  # forms; all are forgotten where there are more
+MOST_BACKWARDS = 8  # forms of what a backward is given, for one form of call
 _PLAIN = {type(None), bool, int, float, str}
 _LISTS = {tuple, list}
 _TENSORS = {Tensor, torch.nn.Parameter}
@@ -29,48 +40,256 @@ _TENSORS = {Tensor, torch.nn.Parameter}
 Form = tuple
 
 
-class KnownCall(NamedTuple):
-    """The decisions for a form of call."""
+class KnownCall:
+    """The decisions for a form of call, and the launches that they lead to.
 
-    request: Request  # without tensors
-    served: Served  # the backend
-    is_undone: bool  # whether k and v are put in sequence order first
-    takes_extra: bool  # whether the pattern's kind has extra keys, be they none
-    # Fields of the request -> the arguments that it takes as they are: a mask of no extra keys is none.
-    masks: dict[str, str]
+    Its methods take `tensors`: those of a call that are there.
+    """
+
+    def __init__(
+        self, names: list[str], inputs: Tensors, request: Request, served: Served, is_undone: bool, is_beside: bool
+    ):
+        # names: fields of `Tensors`, then of a request, of each tensor but those of `Request.lists`, which come last.
+        self.names, self.arguments = names, [_argument(name, is_beside) for name in names]
+        self.input_count = sum(name in Tensors._fields for name in names)
+        self.request, self.served, self.is_undone = replace(without_tensors(request), lists=()), served, is_undone
+        self.nothing = None  # where the pattern's kind has extra keys and the user gave none: these, without elements
+        if inputs.extra_k is not None and "extra_k" not in names:
+            with torch.inference_mode(False), torch.no_grad():
+                self.nothing = torch.empty_like(inputs.extra_k, device=inputs.k.device)
+        self.is_recorded = needs_gradient(*inputs)  # by autograd
+        self.has_lists = bool(request.lists)
+        self.is_of_three = self.arguments == ["q", "k", "v"] and not self.has_lists and not is_undone
+        fields = names[: self.input_count]
+        self.gradients = [*map(Tensors._fields.index, fields)]  # the number of each input's among `Tensors`
+        self.has_empty = any(getattr(inputs, name).numel() == 0 for name in fields)
+        self.recording = None
+        self.backward_recordings: dict[tuple, object] = {}
+        self.beside: KnownCall | None = None  # what computes extra queries
+
+    @classmethod
+    def of(
+        cls, inputs: Tensors, request: Request, served: Served, arguments: Mapping[str, object], *,
+        is_undone: bool = False, is_beside: bool = False,
+    ) -> "KnownCall | None":  # fmt: skip
+        """The decisions of a call that was computed; None where a later one could not be given its tensors.
+
+        Args:
+            inputs, request: as validated.
+            served: the backend that served.
+            arguments: those of the user, by name.
+            is_undone: whether k and v are put in sequence order first.
+            is_beside: whether it is of extra queries.
+        """
+        given = {**inputs._asdict(), **dict(zip(TENSORS, tensors_of(request), strict=True))}
+        reads_order = arguments.get("kv_ordering") is not None and not is_undone
+        names = []
+        for name, x in given.items():
+            is_made = (name == "seed" and x is not None) or (name == "inverse" and reads_order)
+            if is_made or (x is not None and arguments.get(_argument(name, is_beside)) is x):
+                names.append(name)
+            elif x is not None and x.numel():  # a copy
+                return None
+        return cls(names, inputs, request, served, is_undone, is_beside)
+
+    def computed(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: dict[str, object]
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The results of a call of this form, as the user gets them. options: all other arguments by name."""
+        if self.is_of_three:
+            out, lse = self.attention((q, k, v))
+            return (out, lse) if options["return_lse"] else out
+        arguments = {"q": q, "k": k, "v": v, **options}
+        results = out, _ = self.attention(self._tensors_of(arguments, pattern))
+        if self.beside is None:
+            return tuple(results) if options["return_lse"] else out
+        extra_results = extra_out, _ = self.beside.attention(self.beside._tensors_of(arguments, pattern))
+        return (*results, *extra_results) if options["return_lse"] else (out, extra_out)
+
+    def _tensors_of(self, arguments: dict[str, object], pattern: Pattern) -> tuple[Tensor, ...]:
+        made = {}
+        if self.is_undone:
+            made = {name: in_sequence(arguments[name], arguments["kv_ordering"]) for name in "kv"}
+        elif "inverse" in self.names:
+            made["inverse"] = arguments["kv_ordering"].slots(arguments["k"].device)
+        if "seed" in self.names:
+            made["seed"] = new_seed(arguments["q"].device)
+        tensors = [made[name] if name in made else arguments[name] for name in self.arguments]
+        return *tensors, *(pattern.list_tensors if self.has_lists else ())
+
+    def attention(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Output and lse, differentiable once."""
+        if self.is_recorded and not is_below_autograd():
+            count = len(self.names)
+            return apply_function(_Differentiable, self, tensors[count:], *tensors[:count])
+        return self.forward(tensors)
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Output and lse."""
+        if self.recording is not None and (results := self.recording.run(tensors)) is not None:
+            return results
+        results = run_forward(*self._unpacked(tensors), self.served)
+        self.recording = _recording_of(results, tensors)
+        return results
+
+    def saved(self, tensors: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that autograd saves: inputs, results, and what has no gradient."""
+        count = self.input_count
+        if self.nothing is None:
+            return *tensors[:count], out, lse, *tensors[count:]
+        return *tensors[:3], self.nothing, self.nothing, *tensors[3:count], out, lse, *tensors[count:]
+
+    def restored(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """Tensors, out and lse of `saved`."""
+        if self.nothing is not None:
+            saved = saved[:3] + saved[5:]
+        count = self.input_count
+        return saved[:count] + saved[count + 2 :], saved[count], saved[count + 1]
+
+    def backward(
+        self, dout: Tensor, tensors: tuple[Tensor, ...], out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> list[Tensor | None]:
+        """The gradient of each tensor that is a field of `Tensors`."""
+        given, form = (dout, *tensors, out, lse), None
+        if is_thread_watched() or not _TENSORS.issuperset(map(type, given)) or not plain_keys(dout):
+            inputs, request = self._unpacked(tensors)
+            return self._own(operators.dispatched_backward(dout, inputs, out, lse, dlse, request, self.served.name))
+        if dlse is None and not self.has_empty and not torch.is_grad_enabled():
+            form = torch.are_deterministic_algorithms_enabled(), *map(_form_of_saved, given)
+            recording = self.backward_recordings.get(form)
+            if recording is not None and (grads := recording.run(given)) is not None:
+                return self._own(grads)
+        inputs, request = self._unpacked(tensors)
+        grads = unwatched_backward(dout, inputs, out, lse, dlse, request, self.served)
+        if form is not None and (recording := _recording_of(grads, given)) is not None:
+            if len(self.backward_recordings) >= MOST_BACKWARDS:
+                self.backward_recordings.clear()
+            self.backward_recordings[form] = recording
+        return self._own(grads)
+
+    def _own(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        return [grads[number] for number in self.gradients]
+
+    def _unpacked(self, tensors: tuple[Tensor, ...]) -> tuple[Tensors, Request]:
+        # What the backend is given.
+        count = len(self.names)
+        fields = dict(zip(self.names, tensors[:count], strict=True))
+        inputs = Tensors(*(fields.pop(name, None) for name in Tensors._fields))
+        if self.nothing is not None:
+            inputs = inputs._replace(extra_k=self.nothing, extra_v=self.nothing)
+        if len(tensors) == self.input_count:
+            return inputs, self.request
+        return inputs, replace(self.request, lists=tensors[count:], **fields)
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """The key of the dropout bits of a call."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
+
+
+def _argument(name: str, is_beside: bool) -> str:
+    # The argument of the user that is the field of this name.
+    return "extra_q" if is_beside and name == "q" else ARGUMENTS.get(name, name)
+
+
+def _recording_of(results: tuple, tensors: tuple[Tensor, ...]) -> object:
+    # The recording of all that was done for a call's tensors; None where more was done, or with a copy of one.
+    if type(results) is not Results:
+        return None
+    ids, numbers = [*map(id, tensors)], []
+    if len({*ids}) < len(ids):  # in a later call they may be several
+        return None
+    for x in results.tensors:
+        if x is None or not x.numel():
+            numbers.append(None)
+        elif id(x) in ids:
+            numbers.append(ids.index(id(x)))
+        else:
+            return None
+    return results.recording.over(numbers, len(ids))
+
+
+def _form_of_saved(x: Tensor) -> tuple:
+    # What a backward hangs on of a tensor that autograd saved, or of a gradient.
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+
+
+# It saves the tensors that `autograd.Differentiable` saves, in the same order: a checkpoint may recompute one by the
+# other.
+class _Differentiable(torch.autograd.Function):
+    """(known_call, lists, *tensors) -> (out, lse); differentiable once."""
+
+    @staticmethod
+    def forward(ctx, known_call: KnownCall, lists: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = known_call.forward((*tensors, *lists))
+        ctx.known_call, ctx.lists = known_call, lists
+        ctx.save_for_backward(*known_call.saved(tensors, out, lse))
+        ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        known_call = ctx.known_call
+        rest = len(known_call.names) - known_call.input_count
+        if dout is None and dlse is None:
+            return (None,) * (2 + len(known_call.names))
+        tensors, out, lse = known_call.restored(ctx.saved_tensors)
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = known_call.backward(dout, (*tensors, *ctx.lists), out, lse, dlse)
+        return None, None, *grads, *(None,) * rest
 
 
 _calls: dict[Form, KnownCall] = {}
 
 
-def form_of(tensors: tuple[Tensor, ...], pattern: Pattern, door: Callable, backend: str, options: dict) -> Form | None:
+def form_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, door: Callable, options: dict) -> Form | None:
     """The form of a call, or None where it has none.
 
-    tensors: q, k and v. door: what the pattern's kind is checked by. options: all other arguments.
+    door: what the pattern's kind is checked by. options: all other arguments by name.
     """
-    if any(type(x) not in _TENSORS for x in tensors) or torch.is_autocast_enabled(tensors[0].device.type):
+    if is_thread_watched() or not _TENSORS.issuperset((type(q), type(k), type(v))):
         return None
-    # Points themselves would keep their lists.
-    key = pattern.form if isinstance(pattern, PointNeighbourhood) else pattern
-    form = [key, door, backend, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
-    for x in tensors:
-        form += x.shape, x.dtype, x.device, x.requires_grad
-    for name, value in options.items():
-        kind = type(value)
-        form += name, kind
-        if kind in _PLAIN:
-            form.append(value)
-        elif kind in _TENSORS:
-            form += value.shape, value.dtype, value.device, value.requires_grad
-        elif kind is Ordering and value.table is None:
-            form.append(value)
-        elif kind in _LISTS and _is_plain(value):
-            form.append(repr(value))  # of equal numbers too: False == 0, which is no integer here
-        else:
+    values = options.values()
+    kinds = tuple(map(type, values))  # 1, 1.0 and True are equal
+    if not _PLAIN.issuperset(kinds):
+        values = [
+            value if kind in _PLAIN else _form_of_value(value, kind) for value, kind in zip(values, kinds, strict=True)
+        ]
+        if _NO_FORM in values:
             return None
-    if backend == "auto":
-        form += failures.changes, changed_at()
-    return tuple(form)
+    tensors = _form_of_tensor(q), _form_of_tensor(k), _form_of_tensor(v)
+    if None in tensors:
+        return None
+    if isinstance(pattern, PointNeighbourhood):
+        pattern = pattern.form  # points themselves would keep their lists
+    device_type = q.device.type
+    return (
+        pattern, door, kinds, *options, *values, *tensors,
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        *((failures.changes, *changed_lately()) if options["backend"] == "auto" else ()),
+    )  # fmt: skip
+
+
+_NO_FORM = object()
+
+
+def _form_of_value(value: object, kind: type) -> object:
+    # Of an argument that is no plain value.
+    if kind in _TENSORS:
+        return _form_of_tensor(value) or _NO_FORM
+    if kind is Ordering and value.table is None:
+        return value
+    return repr(value) if kind in _LISTS and _is_plain(value) else _NO_FORM  # False == 0, which is no integer here
+
+
+def _form_of_tensor(x: Tensor) -> tuple | None:
+    # None where it is more than its data.
+    keys = plain_keys(x)
+    if not keys:
+        return None
+    return keys, x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.data_ptr() % 16
 
 
 def _is_plain(values: tuple | list) -> bool:
@@ -85,9 +304,9 @@ def known(form: Form | None) -> KnownCall | None:
         return None
 
 
-def remember(form: Form | None, call: KnownCall) -> None:
+def remember(form: Form | None, call: KnownCall | None) -> None:
     """Keep the decisions for calls of a form."""
-    if form is None:
+    if form is None or call is None:
         return
     if len(_calls) >= MOST:
         _calls.clear()
@@ -100,3 +319,4 @@ def remember(form: Form | None, call: KnownCall) -> None:
 def forget() -> None:
     """Forget every call: what a choice hangs on has changed, beside what a form holds."""
     _calls.clear()
+    look_again()

@@ -3,12 +3,15 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, dilated_attention
-from hilbert_lib.attention import api, failures, known_calls, measured_rules
+from hilbert_lib.attention import api, autograd, failures, known_calls, measured_rules
 from hilbert_lib.internals import WITHOUT_INTERNALS
 
 pytestmark = pytest.mark.skipif(WITHOUT_INTERNALS, reason="without private names somebody may watch every call")
@@ -125,6 +128,60 @@ def test_determinism_makes_another_form(validations):
     assert len(validations) == 2
 
 
+def test_transforms_are_refused_in_calls_that_were_known():
+    q, k, v = drawn(0)
+    for _ in range(3):
+        plain(tensors=(q, k, v))
+    for transform in (torch.func.grad, partial(torch.func.vmap, in_dims=0)):
+        with pytest.raises(RuntimeError, match=r"dilated_attention has no rule for torch\.func"):
+            transform(lambda x: plain(tensors=(x, k, v)).sum())(q[None] if transform is not torch.func.grad else q)
+
+
+def test_a_known_call_is_differentiated_once():
+    for n in range(3):
+        q, k, v = drawn(n)
+        (dq,) = torch.autograd.grad(plain(tensors=(q, k, v)).square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="can be differentiated once"):
+            dq.sum().backward()
+
+
+def test_a_checkpoint_recomputes_a_first_call_by_a_known_one_and_one_that_was_watched():
+    for watched in (nullcontext, partial(FlopCounterMode, display=False)):
+        known_calls.forget()
+        for options in ({}, {"key_padding_mask": mask(0)}, {"dropout_p": 0.3}):
+            q, k, v = drawn(0)
+            call = partial(plain, tensors=(q, k, v), **options)
+            torch.manual_seed(1)
+            expected = torch.autograd.grad(call().square().sum(), (q, k, v))
+            known_calls.forget()
+            torch.manual_seed(1)
+            with watched():
+                out = checkpoint(call, use_reentrant=False)
+            plain(tensors=drawn(1), **options)  # known from now on
+            for found, right in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, strict=True):
+                assert torch.equal(found, right)
+
+
+def test_a_mask_that_changes_before_the_backward_of_a_known_call_is_told():
+    for n in range(3):
+        hidden = mask(n)
+        out = plain(tensors=drawn(n), key_padding_mask=hidden)
+        hidden.logical_not_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_autocast_that_casts_nothing_is_a_form_and_its_known_calls_are_those_of_others(validations):
+    tensors = drawn(0, dtype=torch.bfloat16)
+    expected = plain(tensors=tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert torch.equal(plain(tensors=tensors), expected)
+        for _ in range(3):
+            assert plain(tensors=drawn(0)).dtype == torch.bfloat16
+    assert len(validations) == 1 + 1 + 3, "what autocast casts is validated each time"
+
+
 def test_a_measurement_is_heeded_by_calls_that_were_known(monkeypatch, tmp_path):
     monkeypatch.setenv("HILBERT_CACHE", str(tmp_path))
     served = []
@@ -163,11 +220,11 @@ def test_a_pattern_of_the_other_kind_is_refused_by_a_door_that_does_not_take_it(
 def test_a_mask_of_no_extra_keys_reaches_no_request(monkeypatch):
     q, k, v = drawn(0)
     options = {"extra_k": k[:, :0], "extra_v": v[:, :0], "extra_padding_mask": mask(0)[:, :0]}
-    requests, original = [], api.unwatched_forward
-    monkeypatch.setattr(api, "unwatched_forward", lambda *given: requests.append(given[1]) or original(*given))
+    requests, original = [], autograd._forward_of_one
+    monkeypatch.setattr(autograd, "_forward_of_one", lambda *given: requests.append(given[2]) or original(*given))
     for _ in range(2):
         attend(q, k, v, NEAR, **options)
-    assert [request.extra_padding_mask for request in requests] == [None], "the second call was known"
+    assert [request.extra_padding_mask for request in requests] == [None, None], "the second call was known"
 
 
 def test_no_tensor_of_a_known_call_is_held():

@@ -9,7 +9,7 @@ products compute this part; `explain_backend` says so.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -82,9 +82,13 @@ def _functions(backend: Backend, device: torch.device) -> tuple[Forward, Backwar
 
 
 def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_part: bool = False) -> Request:
-    # The request of some keys along a sequence.
-    pattern = one_segment(q.shape[1], k.shape[1])
+    # The request of some keys along a sequence. torch.compile traces no functools' caches.
+    segment = one_segment if torch.compiler.is_compiling() else _cached_segment
+    pattern = segment(q.shape[1], k.shape[1])
     return Request(pattern, scale=request.scale, key_padding_mask=mask, is_part=is_part)
+
+
+_cached_segment = lru_cache(maxsize=256)(one_segment)
 
 
 def _parts(backend: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request) -> Iterator[_Part]:

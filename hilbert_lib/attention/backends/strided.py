@@ -26,6 +26,9 @@ from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
     q, k, v, *_ = inputs
+    if _is_one_attention(q, k, call, kernel):
+        out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), Problem(call.scale, call.is_causal))
+        return out.transpose(1, 2).to(q.dtype).contiguous(), lse.contiguous()
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
 
@@ -55,6 +58,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
     q, k, v, *_ = inputs
+    if dlse is None and _is_one_attention(q, k, call, kernel):
+        tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        grads = kernel.backward(*tensors, lse, Problem(call.scale, call.is_causal))
+        return tuple(grad.transpose(1, 2).to(q.dtype) for grad in grads)
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
     query_side = [q, dout, out, *(x.transpose(1, 2).contiguous()[..., None] for x in (lse, dlse) if x is not None)]
     if _merges_at_once(q, kernel):
@@ -91,11 +98,28 @@ def _whole(call: Request, q: Tensor, k: Tensor) -> Problem | None:
     return Problem(call.scale, call.is_causal) if is_whole else None
 
 
+def _is_one_attention(q: Tensor, k: Tensor, call: Request, kernel: Kernel) -> bool:
+    # Whether one call of a dense kernel on a GPU is all there is: nothing is to be merged or summed up.
+    return _is_on_gpu(q, kernel) and _is_one_segment(q, k, call)
+
+
+def _is_one_segment(q: Tensor, k: Tensor, call: Request) -> bool:
+    # Of all rows, with a head of k for each of q.
+    if q.shape[2] != k.shape[2] or len(call.pattern.branches) > 1 or call.query_start is not None:
+        return False
+    ((segment_length, rate),) = call.pattern.branches
+    return rate == 1 and segment_length >= max(q.shape[1], k.shape[1])
+
+
+def _is_on_gpu(q: Tensor, kernel: Kernel) -> bool:
+    return q.is_cuda and kernel is not Eager
+
+
 def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
     # Whether all results are kept until one Triton kernel merges or sums them. That takes memory for sum(1 / rate) more
     # of out and lse, or of dq, and of dk and dv with as many heads as q. Else each goes into a float32 tensor.
     # Eager's results are float32, of any head_dim. A captured graph would replay a table whose host copy is gone.
-    if kernel is Eager or not q.is_cuda or torch.cuda.is_current_stream_capturing():
+    if not _is_on_gpu(q, kernel) or torch.cuda.is_current_stream_capturing():
         return False
     return kernel_mode() == "compiled"
 
@@ -316,6 +340,10 @@ def _workspace(
     # The peak where all results are kept and merged at once, as on CUDA.
     if device.type != "cuda":
         return None
+    q, k, *_ = arguments[0] if direction == "forward" else arguments[1]
+    if _is_one_segment(q, k, call):
+        dense, _, per_row = (0, 0, 0) if direction == "forward" else sizes[q.element_size()]
+        return {"temporary": dense * q.numel() + per_row * q.numel() // q.shape[3]}
     if direction == "forward":
         (q, k, v, *_), lse_size, copies = arguments[0], 4, 0
         query_side, workspace = [q], (0, 0, 0)

@@ -10,6 +10,7 @@ from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import packed, schedule
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
+from hilbert_lib.attention.triton.start import Made
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors) if is_interpreted() else tensors
 
 
-def result(like: Tensor, passes: tuple[schedule.Pass, ...], call: Request) -> Tensor:
+def result(like: Tensor, passes: tuple[schedule.Pass, ...], call: Request) -> Made:
     """An output tensor shaped like `like`. It is filled with 0 where some rows are in no pass."""
     written = len(passes) > 1 or schedule.covers_all(call.pattern)
-    return (torch.empty_like if written else torch.zeros_like)(like, memory_format=torch.contiguous_format)
+    return Made(like.shape, like.dtype, None if written else 0.0)
 
 
 def launch_arguments(

@@ -127,7 +127,7 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns, "CAUSAL": call.is_causal}
     named |= row_starts
     starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
-    start(lambda: starts)  # not recorded: every step of decoding is of another kind
+    start(lambda: starts, (q,), keep=False)  # not recorded: every step of decoding is of another kind
     return out, lse
 
 

@@ -83,7 +83,7 @@ def attend_in_windows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
             sizes | {"BLOCK": MERGED_ELEMENTS // sizes["BLOCK_D"]},
         ),
     ]
-    start(lambda: starts)  # not recorded, as in `decode.py`
+    start(lambda: starts, (q,), keep=False)  # not recorded, as in `decode.py`
     return out, lse
 
 

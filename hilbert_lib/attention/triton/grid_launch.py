@@ -1,6 +1,6 @@
 """Launches of the plain kernels for grids: arguments of `grid.query_kernel` and `grid.key_kernel`."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
 from hilbert_lib.attention.triton.grid_bias import entry_kernel, pair_kernel
 from hilbert_lib.attention.triton.limits import parts_of_extra_keys
 from hilbert_lib.attention.triton.shifts import TILES, cells_of, shape_of_sums, shifts_of, tiles_of
-from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.attention.triton.start import Made, Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.neighbourhood import EDGES, Axis, Neighbourhood
 
@@ -43,33 +43,28 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     if request.query_starts is not None or request.key_start is not None:
         return attend_in_windows(inputs, request)
-    out = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
-    lse = torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=inputs.q.device)
+    made = Made(inputs.q.shape, inputs.q.dtype), Made(by_row(inputs.q), torch.float32)
     inputs = _computed(inputs)
 
-    def starts() -> list[Start]:
+    def starts(out: Tensor, lse: Tensor) -> list[Start]:
         return [of_queries(inputs, request, out=out, lse=lse)]
 
-    tensors = (*inputs, *tensors_of(request, out.device))
-    start(starts, tensors, "grid forward", *request.options, made=(out, lse))
-    return out, lse
+    tensors = (*inputs, *tensors_of(request, inputs.q.device))
+    return start(starts, tensors, "grid forward", *request.options, made=made)
 
 
 def backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
 ) -> Tensors:
     """Gradients of the inputs, from the merged out and lse. The bits are the same every time."""
-    in_float = request.part is not None and request.part.in_float
-    given = [x for x in inputs if x is not None]
-    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(given)]
-    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(given, dtypes, strict=True)))
+    in_float, given_dtype = request.part is not None and request.part.in_float, inputs.extra_k.dtype
     sums = None if inputs.bias is None else sums_of(inputs, request)
+    grads = gradients_of(inputs, in_float)
     dout, out = as_computed(dout, out)
-    inputs = _computed(inputs)
-    grads = with_parts(grads, inputs)
-    lse, delta = lse.contiguous(), torch.empty(*_by_row(inputs.q), dtype=torch.float32, device=lse.device)
+    inputs, lse = _computed(inputs), lse.contiguous()
 
-    def starts() -> list[Start]:
+    def starts(delta: Tensor, sums: Tensor | None, *grads: Tensor | None) -> list[Start]:
+        grads = Tensors(*grads)
         launches = [
             delta_of(dout, out, delta, dlse),
             of_queries(inputs, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
@@ -82,21 +77,34 @@ def backward(
         return launches
 
     tensors = (*inputs, dout, out, lse, dlse, *tensors_of(request, out.device))
-    start(starts, tensors, "grid backward", *request.options, made=(delta, *grads, sums))
-    return sum_of_parts(grads, inputs)
+    made = Made(by_row(inputs.q), torch.float32), sums, *grads
+    finish = partial(summed, 2, given_dtype)
+    return start(starts, tensors, "grid backward", *request.options, made=made, finish=finish)
 
 
-def with_parts(grads: Tensors, inputs: Tensors) -> Tensors:
-    """Gradients, of which those of the extra keys are in parts: (parts, batch, extra, kv_heads, head_dim) float32."""
-    parts = parts_of_extra_keys(inputs.q.shape[1], inputs.extra_k.shape)
-    like = {"dtype": torch.float32, "device": inputs.q.device}
-    in_parts = [torch.empty(parts, *x.shape, **like) for x in inputs.extra]
-    return grads._replace(extra_k=in_parts[0], extra_v=in_parts[1])
+def gradients_of(inputs: Tensors, in_float: bool) -> tuple[Made | None, ...]:
+    """The gradients of inputs as the kernels leave them.
+
+    Those of the extra keys are in parts, (parts, batch, extra, kv_heads, head_dim) float32; None without extra keys.
+    in_float: whether those of k and v are in float32.
+    """
+    q, k, v, extra_k, _, bias = inputs
+    key_dtype = torch.float32 if in_float else k.dtype
+    parts = parts_of_extra_keys(q.shape[1], extra_k.shape)
+    of_extra = Made((parts, *extra_k.shape), torch.float32) if parts else None
+    of_bias = None if bias is None else Made(bias.shape, bias.dtype)
+    return Made(q.shape, q.dtype), Made(k.shape, key_dtype), Made(v.shape, key_dtype), of_extra, of_extra, of_bias
 
 
-def sum_of_parts(grads: Tensors, inputs: Tensors) -> Tensors:
-    """Gradients, of which those of the extra keys are the sums of their parts, always in the same order."""
-    extra_k, extra_v = (parts.sum(0).to(x.dtype) for parts, x in zip(grads.extra, inputs.extra, strict=True))
+def summed(first: int, dtype: torch.dtype, made: list[Tensor | None]) -> Tensors:
+    """The gradients, of which those of the extra keys are the sums of their parts, always in the same order.
+
+    first: number of the first gradient among the made tensors. dtype: of the extra keys.
+    """
+    grads = Tensors(*made[first : first + len(Tensors._fields)])
+    if grads.extra_k is None:
+        return grads
+    extra_k, extra_v = (parts.sum(0).to(dtype) for parts in grads.extra)
     return grads._replace(extra_k=extra_k, extra_v=extra_v)
 
 
@@ -106,7 +114,7 @@ def _computed(inputs: Tensors) -> Tensors:
     return Tensors(*as_computed(*inputs.with_rows), bias)
 
 
-def _by_row(q: Tensor) -> tuple[int, int, int]:
+def by_row(q: Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
 
@@ -165,10 +173,9 @@ def of_keys(
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
 
 
-def sums_of(inputs: Tensors, request: Request) -> Tensor:
+def sums_of(inputs: Tensors, request: Request) -> Made:
     """The scratch of `of_bias`."""
-    shape = shape_of_sums(request, inputs.q.shape[0], inputs.q.shape[2], _cells(inputs.q))
-    return torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
+    return Made(shape_of_sums(request, inputs.q.shape[0], inputs.q.shape[2], _cells(inputs.q)), torch.float32)
 
 
 def of_bias(

@@ -1,7 +1,10 @@
 """Launches: the `forward` and `backward` of a backend, by the plain kernels, and by the warp-specialised ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +21,7 @@ from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.limits import POSITIONS
 from hilbert_lib.attention.triton.packed import scheduled_length
-from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
 
 PLAIN = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
 
@@ -36,20 +39,21 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
         return decode.attend_in_parts(q, k, v, call)
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
-    lse = _no_lse(q)
     todo = schedule.passes(call.pattern, _length(call, k), config_of("forward", q).block_m)
-    out = result(q, todo, call)
-    partial_out, partial_lse = out, lse
+    made = result(q, todo, call), _no_lse(q)
     if len(todo) > 1:
-        partial_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        partial_lse = torch.full_like(lse, -torch.inf)
-    made = (out, lse, partial_out, partial_lse)
+        made += Made(q.shape, torch.float32), _no_lse(q)
 
-    def starts() -> list[Start]:
-        return [_plain("forward", (q, k, v, *made, q), call, *one, IF_FLAG=False) for one in _in_order(todo)]
+    def starts(out: Tensor, lse: Tensor, *partial_results: Tensor) -> list[Start]:
+        tensors = (q, k, v, out, lse, *(partial_results or (out, lse)), q)
+        return [_plain("forward", tensors, call, *one, IF_FLAG=False) for one in _in_order(todo)]
 
-    _start(starts, (q, k, v), made, call, "forward")
-    return *as_asked(dtype, out), lse
+    finish = itemgetter(0, 1) if q.dtype == dtype else partial(_out_and_lse, dtype)
+    return _start(starts, (q, k, v), made, call, "forward", finish)
+
+
+def _out_and_lse(dtype: torch.dtype, made: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return *as_asked(dtype, made[0]), made[1]
 
 
 def _length(call: Request, k: Tensor) -> int:
@@ -62,9 +66,9 @@ def _check_positions(k: Tensor, backend: str) -> None:
         raise ValueError(f"k must have up to {POSITIONS:,} rows with backend={backend!r}, got {k.shape[1]:,}")
 
 
-def _no_lse(q: Tensor) -> Tensor:
+def _no_lse(q: Tensor) -> Made:
     # That of rows which no kernel visits.
-    return torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+    return Made((q.shape[0], q.shape[2], q.shape[1]), torch.float32, -torch.inf)
 
 
 def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
@@ -79,16 +83,15 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     if hopper.refusal_of_keys(q, k, call):
         return forward(inputs, call)
     q, k, v = hopper.as_read(q, k, v)
-    lse = _no_lse(q)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
     block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
     is_padded = call.key_padding_mask is not None
     masked = hopper.masked(call.pattern, ours, k.shape[1], call.is_causal, is_padded, block_n)
-    flag = torch.zeros(1, dtype=torch.int32, device=q.device) if any(masked) else None
-    tensors = (q, k, v, out, lse, out, lse)
+    made = out, _no_lse(q), FLAG if any(masked) else None
 
-    def starts() -> list[Start]:
+    def starts(out: Tensor, lse: Tensor, flag: Tensor | None) -> list[Start]:
+        tensors = (q, k, v, out, lse, out, lse)
         first = [
             hopper.forward_start(q, k, v, call, one, out, lse, flag if is_masked else None, first=number == 0)
             for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True))
@@ -106,8 +109,7 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
         ]
         return first + repeated + last
 
-    _start(starts, (q, k, v), (out, lse, flag), call, "forward on hopper")
-    return out, lse
+    return _start(starts, (q, k, v), made, call, "forward on hopper", itemgetter(0, 1))
 
 
 def backward(
@@ -117,17 +119,21 @@ def backward(
     q, k, v, *_ = inputs
     dtype = q.dtype
     q, k, v, dout, out = as_computed(q, k, v, dout, out)
-    delta = torch.empty_like(lse)
-    given = (q, k, v, dout, lse, delta)
-    (dk, dv), sums_of_keys, of_keys = _in_passes("dkv", given, (k, v), call)
-    (dq,), sums_of_queries, of_queries = _in_passes("dq", given, (q,), call)
+    of_keys, of_queries = _Passes.of("dkv", q, k, (k, v), call), _Passes.of("dq", q, k, (q,), call)
 
-    def starts() -> list[Start]:
-        return [_delta(out, dout, dlse, delta), *of_keys(), *of_queries()]
+    def starts(delta: Tensor, *grads: Tensor) -> list[Start]:
+        given, count = (q, k, v, dout, lse, delta), len(of_keys.made)
+        both = *of_keys.starts(given, grads[:count]), *of_queries.starts(given, grads[count:])
+        return [_delta(out, dout, dlse, delta), *both]
 
-    made = (delta, dk, dv, *sums_of_keys, dq, *sums_of_queries)
-    _start(starts, (q, k, v, dout, lse, out, dlse), made, call, "backward")
-    return as_asked(dtype, dq, dk, dv)
+    made = Made(lse.shape, lse.dtype), *of_keys.made, *of_queries.made
+    finish = partial(_gradients, dtype, 1 + len(of_keys.made))
+    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, "backward", finish)
+
+
+def _gradients(dtype: torch.dtype, dq_number: int, made: list[Tensor]) -> tuple[Tensor, ...]:
+    # dk and dv are the second and the third.
+    return as_asked(dtype, made[dq_number], made[1], made[2])
 
 
 def backward_on_hopper(
@@ -142,59 +148,64 @@ def backward_on_hopper(
     if call.query_start is not None or hopper.refusal_of_keys(q, k, call):
         return backward(dout, inputs, out, lse, call, dlse)
     q, k, v, dout = hopper.as_read(q, k, v, dout)
-    delta = torch.empty_like(lse)
-    given = (q, k, v, dout, lse, delta)
     # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
-    sums, more = None, ()
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
-    dk, dv = (result(x, ours[:1], call) for x in (k, v))
+    of_queries = _Passes.of("dq", q, k, (q,), call) if torch.are_deterministic_algorithms_enabled() else None
+    of_dq = (Made(q.shape, torch.float32, 0.0),) if of_queries is None else of_queries.made
 
-    def of_keys() -> list[Start]:
-        first = [
+    def starts(delta: Tensor, dk: Tensor, dv: Tensor, *of_dq: Tensor) -> list[Start]:
+        given, sums = (q, k, v, dout, lse, delta), of_dq[0] if of_queries is None else None
+        launches = [_delta(out, dout, dlse, delta)]
+        launches += [
             hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
             for number, one in enumerate(ours)
         ]
-        tensors = (*given, dk, dv, dk, dv)
-        return first + [_plain("dkv", tensors, call, one, False, True) for one in theirs]
+        launches += [_plain("dkv", (*given, dk, dv, dk, dv), call, one, False, True) for one in theirs]
+        if of_queries is not None:
+            return launches + of_queries.starts(given, of_dq)
+        return launches + [_plain("dq", (*given, sums, sums), call, one, False, False) for one in theirs]
 
-    if torch.are_deterministic_algorithms_enabled():
-        (dq,), own, of_queries = _in_passes("dq", given, (q,), call)
-        more = (dq, *own)
-    else:
-        sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-
-        def of_queries() -> list[Start]:
-            tensors = (*given, sums, sums)
-            return [_plain("dq", tensors, call, one, False, False) for one in theirs]
-
-    def starts() -> list[Start]:
-        return [_delta(out, dout, dlse, delta), *of_keys(), *of_queries()]
-
-    _start(starts, (q, k, v, dout, lse, out, dlse), (delta, dk, dv, sums, *more), call, "backward on hopper")
-    if sums is not None:
-        dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype))
-    return dq, dk, dv
+    made = Made(lse.shape, lse.dtype), *(result(x, ours[:1], call) for x in (k, v)), *of_dq
+    name, finish = "backward on hopper", partial(_scaled, call.scale)
+    if of_queries is not None:
+        name, finish = "deterministic backward on hopper", partial(_gradients, q.dtype, 3)
+    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, finish)
 
 
-def _in_passes(
-    name: str, given: tuple[Tensor, ...], like: tuple[Tensor, ...], call: Request
-) -> tuple[list[Tensor], list[Tensor], Callable[[], list[Start]]]:
-    # Gradients by all passes of a plain kernel; several add them up in float32 first. And the starts.
-    q, k = given[:2]
-    config = config_of(name, q)
-    length = _length(call, k)
-    todo = schedule.passes(call.pattern, length, config.block_n if name == "dkv" else config.block_m)
-    found = sums = [result(x, todo, call) for x in like]
-    if len(todo) > 1:
-        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like]
-    tensors = (*given, *found, *sums)
-    return found, sums, lambda: [_plain(name, tensors, call, *one) for one in _in_order(todo)]
+def _scaled(scale: float, made: list[Tensor]) -> tuple[Tensor, ...]:
+    # The gradients, of which that of q is a sum in float32 without its scale.
+    _, dk, dv, sums = made
+    return torch.mul(sums, scale, out=torch.empty_like(sums, dtype=dk.dtype)), dk, dv
 
 
-def _start(starts: Callable[[], list[Start]], given: tuple, made: tuple, call: Request, name: str) -> None:
+class _Passes(NamedTuple):
+    """All passes of a plain kernel of the backward. Several add gradients up in float32 first."""
+
+    name: str
+    call: Request
+    todo: tuple[schedule.Pass, ...]
+    made: tuple[Made, ...]  # its gradients, then their sums in float32 if there are several passes
+
+    @classmethod
+    def of(cls, name: str, q: Tensor, k: Tensor, like: tuple[Tensor, ...], call: Request) -> "_Passes":
+        """like: the tensors whose gradients they are."""
+        config = config_of(name, q)
+        todo = schedule.passes(call.pattern, _length(call, k), config.block_n if name == "dkv" else config.block_m)
+        sums = [Made(x.shape, torch.float32, 0.0) for x in like] if len(todo) > 1 else []
+        return cls(name, call, todo, (*(result(x, todo, call) for x in like), *sums))
+
+    def starts(self, given: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> list[Start]:
+        """given: q, k, v, dout, lse and delta."""
+        tensors = (*given, *made) if len(self.todo) > 1 else (*given, *made, *made)
+        return [_plain(self.name, tensors, self.call, *one) for one in _in_order(self.todo)]
+
+
+def _start(
+    starts: Callable[..., list[Start]], given: tuple, made: tuple, call: Request, name: str, finish: Callable
+) -> Sequence:
     # Packed documents have tables of their own in every call: nothing of it is kept.
-    is_packed = call.cu_seqlens is not None
-    start(starts, () if is_packed else (*given, *call.tensors), name, *call.options, made=made)
+    keep = call.cu_seqlens is None
+    return start(starts, (*given, *call.tensors), name, *call.options, made=made, finish=finish, keep=keep)
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Start:

@@ -1,6 +1,7 @@
 """Launches of the plain kernels for packed lists: arguments of the three kernels of `lists`."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from hilbert_lib.attention.triton.arguments import Config, as_asked, as_computed
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.limits import parts_of_queries, query_tiles
 from hilbert_lib.attention.triton.lists import delta_kernel, key_kernel, query_kernel
-from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.attention.triton.start import Made, Start, start
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
 
@@ -59,13 +60,18 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, queries)."""
     dtype, inputs = inputs.q.dtype, Tensors(*as_computed(*inputs.with_rows))
     q = inputs.q
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
 
-    def starts() -> list[Start]:
+    def starts(out: Tensor, lse: Tensor) -> list[Start]:
         return [of_queries(inputs, request, {"out": out, "lse": lse})]
 
-    start(starts, (*inputs.with_rows, *tensors_of(request)), "lists forward", *request.options, made=(out, lse))
+    tensors = (*inputs.with_rows, *tensors_of(request))
+    made = Made(q.shape, q.dtype), Made((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+    finish = list if q.dtype == dtype else partial(_out_and_lse, dtype)
+    return start(starts, tensors, "lists forward", *request.options, made=made, finish=finish)
+
+
+def _out_and_lse(dtype: torch.dtype, made: list[Tensor]) -> tuple[Tensor, Tensor]:
+    out, lse = made
     return *as_asked(dtype, out), lse
 
 
@@ -77,14 +83,14 @@ def backward(
     dout, out, *computed = as_computed(dout, out, *inputs.with_rows)
     inputs = Tensors(*computed)
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
-    lse_and_delta = torch.empty(lse.shape, dtype=torch.int64, device=lse.device)
     key_dtype = torch.float32 if in_float else inputs.k.dtype
     dtypes = inputs.q.dtype, key_dtype, key_dtype
-    grads = [torch.empty(x.shape, dtype=each, device=x.device) for x, each in zip(inputs[:3], dtypes, strict=True)]
+    grads = [Made(x.shape, each) for x, each in zip(inputs[:3], dtypes, strict=True)]
     splits = splits_of(inputs)
-    extra_grads = [torch.empty(splits, *x.shape, dtype=torch.float32, device=x.device) for x in inputs.extra]
+    extra_grads = [Made((splits, *x.shape), torch.float32) for x in inputs.extra]
 
-    def starts() -> list[Start]:
+    def starts(lse_and_delta: Tensor, *grads: Tensor) -> list[Start]:
+        grads, extra_grads = grads[:3], grads[3:]
         launches = [
             of_deltas(dout, out, lse, dlse, lse_and_delta),
             of_queries(inputs, request, {"dout": dout, "lse_and_delta": lse_and_delta, "dq": grads[0]}),
@@ -95,9 +101,15 @@ def backward(
         return launches
 
     tensors = (*inputs.with_rows, dout, out, lse, dlse, *tensors_of(request))
-    start(starts, tensors, "lists backward", *request.options, made=(lse_and_delta, *grads, *extra_grads))
-    dq, dk, dv = grads
-    dq, *extra = as_asked(dtype, dq, *(parts.sum(0) for parts in extra_grads))
+    made = Made(lse.shape, torch.int64), *grads, *extra_grads
+    finish = partial(_gradients, dtype, in_float)
+    return start(starts, tensors, "lists backward", *request.options, made=made, finish=finish)
+
+
+def _gradients(dtype: torch.dtype, in_float: bool, made: list[Tensor]) -> Tensors:
+    # Those of extra keys are sums of their parts, always in the same order.
+    _, dq, dk, dv, *extra_parts = made
+    dq, *extra = as_asked(dtype, dq, *(parts.sum(0) for parts in extra_parts))
     return Tensors(dq, *((dk, dv) if in_float else as_asked(dtype, dk, dv)), *extra)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hilbert_lib.attention.triton.geometry import power_of_2
-from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.attention.triton.start import Made, Start, start
 
 ELEMENTS = 2048  # elements of a tile: 16 a thread
 
@@ -31,15 +31,18 @@ def merge_results(
     """`hilbert_lib.attention.merge.merge_results` in one kernel."""
     batch, queries, heads, head_dim = out.shape
     inputs = [x.contiguous() for x in (out, lse, other_out, other_lse)]
-    results = out.new_empty(out.shape, dtype=dtype), torch.empty_like(inputs[1])
-    if lse.numel():
-        block_d = power_of_2(head_dim)
-        block_m = max(1, ELEMENTS // block_d)
-        named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m}
-        grid, sizes = (triton.cdiv(queries, block_m) * heads * batch,), (queries, heads, batch)
-        arguments = (*inputs, *results, *sizes)
-        start(lambda: [Start(results_kernel, grid, arguments, named)], inputs, results_kernel, dtype, made=results)
-    return results
+    if not lse.numel():
+        return out.new_empty(out.shape, dtype=dtype), torch.empty_like(inputs[1])
+    block_d = power_of_2(head_dim)
+    block_m = max(1, ELEMENTS // block_d)
+    named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m}
+    grid, sizes = (triton.cdiv(queries, block_m) * heads * batch,), (queries, heads, batch)
+
+    def starts(*results: Tensor) -> list[Start]:
+        return [Start(results_kernel, grid, (*inputs, *results, *sizes), named)]
+
+    made = Made(out.shape, dtype), Made(lse.shape, lse.dtype)
+    return tuple(start(starts, inputs, results_kernel, dtype, made=made))
 
 
 def add_zero_keys(out: Tensor, lse: Tensor, log_count: Tensor) -> None:

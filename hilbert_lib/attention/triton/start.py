@@ -5,7 +5,7 @@ call of a kind is recorded, and later calls of that kind replay its launches:
 
     call of a kind    make()   compile   Triton binds arguments    afterwards _recordings[kind]
     first             yes      yes       yes                       None
-    second            yes      no        yes                       a _Recording
+    second            yes      no        yes                       a Recording
     third and later   no       no        no: the recording's launches are called with the new addresses
 
 The kind of a call is all that its starts depend on, except the addresses of its tensors: device, shapes, strides,
@@ -21,9 +21,10 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from functools import cache, reduce
+from functools import cache, partial, reduce
+from math import prod
 from operator import call, itemgetter, or_
-from threading import Lock
+from threading import Lock, local
 from types import NoneType
 from typing import NamedTuple
 from weakref import ref
@@ -34,19 +35,23 @@ from torch import Tensor
 
 from hilbert_lib import internals
 from hilbert_lib.attention.failures import KernelError, not_compiled
+from hilbert_lib.attention.request import Results
 from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.attention.triton.geometry import products_of_float32
+from hilbert_lib.graph_cache import made_to_share
 
 KINDS = 4096  # kinds of starts in `_compiled`; past it the set is emptied, and Triton finds its kernels compiled
 RECORDINGS = 512  # kinds of calls in `_recordings`
 OPTIONAL = ("documents", "bias", *STARTS)  # tensors of some calls; elsewhere None, which is a constant too
-PLACES = 64  # addresses in a cache of descriptors, or of launches
+PLACES = 256  # addresses in a cache of descriptors: of the tensors of all layers of a model
+FLAGS = 256  # of a stream
+STREAMS = 16  # of a thread that have flags
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
 _loading = Lock()
 _failed: dict[tuple, str] = {}  # the message for kernels that did not compile
-_recordings: dict[tuple, "_Recording | None"] = {}  # None for a kind that came once
+_recordings: dict[tuple, "Recording | None"] = {}  # None for a kind that came once
 
 
 class Start(NamedTuple):
@@ -66,8 +71,6 @@ class _Descriptor(NamedTuple):
     maps: dict  # address -> encoded descriptor, which is the same at every start
 
     def of(self, x: Tensor, address: int) -> object:
-        if address in self.maps:
-            return self.maps[address]
         descriptor = object.__new__(self.kind)
         descriptor.__dict__ = self.attributes | {"base": x}
         if self.encode is not None:
@@ -76,38 +79,157 @@ class _Descriptor(NamedTuple):
         return descriptor
 
 
-class _Recording(NamedTuple):
-    # The starts of a call. It holds no tensor: a caller may free them.
-    starts: list[tuple]  # (kernel, launcher, its arguments before and after the stream, getter of places)
-    values: list  # arguments that follow the addresses of the call's tensors
+class Made(NamedTuple):
+    """A tensor that a launch makes, contiguous: an output, or scratch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: float | None = None  # of all its elements; None for any values
+
+    def creator(self, device: torch.device) -> Callable[[], Tensor]:
+        """A function that makes it."""
+        like = {"dtype": self.dtype, "device": device}
+        if self.value is not None:
+            return partial(torch.full, self.shape, self.value, **like)
+        strides = [prod(self.shape[n + 1 :]) for n in range(len(self.shape))]
+        return partial(torch.empty_strided, self.shape, strides, **like)  # faster than torch.empty
+
+
+FLAG = Made((1,), torch.int32, 0)  # what a kernel sets for the next one of the same call
+
+
+class _Flags:
+    # Flags of 16 bytes for the calls on one stream, of one thread. They are set to 0 all at once, when each was used:
+    # to fill a tensor for every call would take the host as long as a kernel.
+    def __init__(self, device: torch.device):
+        with torch.inference_mode(False):
+            self.words = made_to_share(lambda: torch.zeros(FLAGS, 4, dtype=torch.int32, device=device), device)
+        self.number, self.address = -1, self.words.data_ptr()
+
+    def next_address(self) -> int:
+        self.number += 1
+        if self.number == FLAGS:
+            self.words.zero_()  # after all kernels that read them: these are on the same stream
+            self.number = 0
+        return self.address + 16 * self.number
+
+
+class _FlagsOfThread(local):
+    def __init__(self):
+        self.by_stream: dict[tuple[int, int], _Flags] = {}
+
+    def next_address(self, device: torch.device, number: int, stream: int) -> int:
+        flags = self.by_stream.get((number, stream))
+        if flags is None:
+            if len(self.by_stream) >= STREAMS:
+                self.by_stream.clear()
+            flags = self.by_stream[number, stream] = _Flags(device)
+        return flags.next_address()
+
+
+_flags = _FlagsOfThread()
+
+
+class _Launch(NamedTuple):
+    # One start.
+    kernel: triton.runtime.KernelInterface
+    launcher: Callable
+    around_stream: tuple[tuple, tuple, bool]  # fixed arguments, and whether those of the kernel are one: `launch_of`
+    places: list[int]  # of the arguments of the kernel among values
+    pick: Callable  # gets them
+
+    @classmethod
+    def of(cls, kernel: object, launcher: Callable, around_stream: tuple, places: list[int]) -> "_Launch":
+        return cls(kernel, launcher, around_stream, places, itemgetter(*places))
+
+
+class Recording(NamedTuple):
+    """The starts of a call. It holds no tensor: a caller may free them."""
+
+    launches: list[_Launch]
+    made: list[Callable | None]  # creators of tensors
+    flag: int | None  # which of these is `FLAG`: it has no creator
+    finish: Callable[[list], Sequence]
+    constants: list  # arguments that follow the addresses of the call's tensors
     descriptors: list[tuple]  # (place among values, number of the tensor, `_Descriptor`)
-    tables: list[ref]  # tables whose addresses are among values
-    launches: dict  # (stream, *addresses) -> [(launcher, arguments)]
+    tables: list[ref]  # tables whose addresses are among the constants
+    setting: tuple  # what the kernels hang on besides, as `_setting` gives it
+
+    def run(self, tensors: Sequence[Tensor | None]) -> Sequence | None:
+        """Start all on the current stream of the current device: what `finish` gives.
+
+        None, and nothing is started, where Triton itself must start them, or a table is gone.
+        """
+        if _is_watched(tensors[0]) or _setting(tensors[0]) != self.setting:
+            return None
+        tables = [*map(call, self.tables)]  # alive until all are started
+        if NoneType in map(type, tables) or any(launch.kernel.pre_run_hooks for launch in self.launches):
+            return None
+        made = [create and create() for create in self.made]
+        all_tensors = [*tensors, *made]
+        values = [0 if x is None else x.data_ptr() for x in all_tensors]
+        values += self.constants
+        for place, number, descriptor in self.descriptors:
+            address = values[number]
+            values[place] = descriptor.maps.get(address) or descriptor.of(all_tensors[number], address)
+        stream = triton.runtime.driver.active.get_current_stream(self.setting[0])
+        if self.flag is not None:
+            values[len(tensors) + self.flag] = _flags.next_address(tensors[0].device, self.setting[0], stream)
+        for _, launcher, (before, after, is_one), _, pick in self.launches:
+            if is_one:
+                launcher(*before, stream, *after, pick(values))
+            else:
+                launcher(*before, stream, *after, *pick(values))
+        return self.finish(made)
+
+    def over(self, numbers: Sequence[int | None], count: int) -> "Recording | None":
+        """The same starts for `count` tensors in another order: tensor n here is number `numbers[n]` of these.
+
+        Where that is None, the address is 0. None where a descriptor is of such a tensor.
+        """
+        nothing = count + len(self.made) + len(self.constants)  # the place of a further constant, 0
+
+        def moved(place: int) -> int:
+            if place >= len(numbers):
+                return place - len(numbers) + count
+            return nothing if numbers[place] is None else numbers[place]
+
+        if any(moved(number) == nothing for _, number, _ in self.descriptors):
+            return None
+        launches = [_Launch.of(*launch[:3], [*map(moved, launch.places)]) for launch in self.launches]
+        descriptors = [(moved(place), moved(number), descriptor) for place, number, descriptor in self.descriptors]
+        return self._replace(launches=launches, descriptors=descriptors, constants=[*self.constants, 0])
 
 
 def start(
-    make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *options: Hashable,
-    made: Sequence[Tensor | None] = (),
-) -> None:  # fmt: skip
+    make: Callable[..., Sequence[Start]], tensors: Sequence[Tensor | None], *options: Hashable,
+    made: Sequence[Made | None] = (), finish: Callable[[list], Sequence] = list, keep: bool = True,
+) -> Sequence:  # fmt: skip
     """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
 
+    A function of a backend that returns what this returns, as it is, does nothing else with tensors: `Results`.
+
     Args:
-        make: returns the starts. A call whose kind is recorded does not call it.
-        tensors: all tensors that `make` reads, except tables; the first is on the device. () records nothing.
+        make: returns the starts, given the made tensors. A call whose kind is recorded does not call it.
+        tensors: all tensors that `make` reads, except tables; the first is on the device.
         options: everything else that the starts depend on.
-        made: further tensors of the launch (outputs, scratch). Their shapes, strides and dtypes must follow from
-            `tensors` and `options`; an entry may be None.
+        made: further tensors of the launch (outputs, scratch), which follow from `tensors` and `options`. At most one
+            is `FLAG`.
+        finish: what is returned, given the made tensors; `FLAG` may be None there. It hangs on no other tensor.
+        keep: whether the starts may be recorded.
     """
+    device = tensors[0].device
     if triton.knobs.runtime.interpret:
-        _start(make())
-        return
-    inputs, tensors = tensors, (*tensors, *made)
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    is_recorded = bool(inputs) and not _is_special(tensors, addresses)
-    kind = _kind_of_call(inputs, (*options, *map(type, made))) if is_recorded else None
-    if (recording := _recordings.get(kind)) and _replay(recording, kind[0], tensors, addresses):
-        return
-    starts = make()
+        new = [x and x.creator(device)() for x in made]
+        _start(make(*new))
+        return finish(new)
+    kind = _kind_of_call(tensors, options) if keep and _is_aligned(tensors) else None
+    if recording := _recordings.get(kind):
+        results = recording.run(tensors)
+        if results is not None:
+            return Results(results).of(recording, tensors)
+    new = [x and x.creator(device)() for x in made]
+    starts = make(*new)
     compiled = _kind_of_kernels(starts)
     if compiled in _failed:
         raise KernelError(_failed[compiled])
@@ -121,12 +243,17 @@ def start(
             _compiled.clear()
         _compiled.add(compiled)
     kernels = _start(starts)
+    results = finish(new)
+    if _is_watched(tensors[0]):
+        return results
     if kind in _recordings:
-        _recordings[kind] = _record(starts, kernels, tensors)
-    elif kind is not None:  # most kinds that come once do not come again: sequences of other lengths, say
+        recording = _recordings[kind] = _record(starts, kernels, tensors, new, made, finish)
+        return results if recording is None else Results(results).of(recording, tensors)
+    if kind is not None:  # most kinds that come once do not come again: sequences of other lengths, say
         if len(_recordings) >= RECORDINGS:
             _recordings.clear()
         _recordings[kind] = None
+    return results
 
 
 def _start(starts: Sequence[Start]) -> list:
@@ -134,51 +261,36 @@ def _start(starts: Sequence[Start]) -> list:
     return [begun.kernel[begun.grid](*begun.arguments, **begun.named) for begun in starts]
 
 
-def _is_special(tensors: Sequence[Tensor | None], addresses: list[int]) -> object:
-    # Whether Triton itself must start the kernels. It has hooks to call, or another kernel for tensors that are not
-    # aligned to 16 bytes. A CUDA graph must see its tables asked for while it is captured.
+def _is_aligned(tensors: Sequence[Tensor | None]) -> bool:
+    # To 16 bytes: Triton has another kernel for tensors that are not.
+    return not reduce(or_, [0 if x is None else x.data_ptr() for x in tensors]) % 16
+
+
+def _is_watched(first: Tensor) -> bool:
+    # Whether Triton itself must start the kernels: it has hooks to call, or a CUDA graph is captured, which must see
+    # its tables asked for.
     runtime = triton.knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return (
-        reduce(or_, addresses) % 16
-        or any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
-        or getattr(runtime, "add_stages_inspection_hook", None) is not None
-        or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    has_stages_hook = getattr(runtime, "add_stages_inspection_hook", None) is not None
+    return has_stages_hook or (first.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _setting(first: Tensor) -> tuple:
+    # What starts depend on beside their tensors and options; the current device is the first.
+    knobs = triton.knobs
+    compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    precision = products_of_float32() if first.dtype == torch.float32 else None
+    return triton.runtime.driver.active.get_current_device(), *compiler, precision
 
 
 def _kind_of_call(tensors: Sequence[Tensor | None], options: tuple) -> tuple:
-    # All that starts depend on, except addresses; the current device is the first. 1, 1.0 and True differ by type.
-    knobs, ids = triton.knobs, [*map(id, tensors)]
+    # All that starts depend on, except addresses. 1, 1.0 and True differ by type.
+    ids = [*map(id, tensors)]
     repeated = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # which argument is the same tensor
     forms = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
-    compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
-    if tensors[0].dtype == torch.float32:
-        compiler += (products_of_float32(),)
-    device = triton.runtime.driver.active.get_current_device()
-    return device, *compiler, repeated, *forms, *options, *map(type, options)
-
-
-def _replay(recording: _Recording, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
-    # Start the launches of a recording. False where a table is gone, or a kernel has hooks of its own.
-    tables = [*map(call, recording.tables)]  # alive until all are started
-    if NoneType in map(type, tables) or any(kernel.pre_run_hooks for kernel, *_ in recording.starts):
-        return False
-    stream = triton.runtime.driver.active.get_current_stream(device)
-    launches = recording.launches.get((stream, *addresses))
-    if launches is None:
-        values, launches = addresses + recording.values, []
-        for place, number, descriptor in recording.descriptors:
-            values[place] = descriptor.of(tensors[number], addresses[number])
-        for _, launcher, (before, after, is_tuple), pick in recording.starts:
-            picked = pick(values)
-            arguments = (picked,) if is_tuple else picked
-            launches.append((launcher, (*before, stream, *after, *arguments)))
-        if all(descriptor.encode is not None for *_, descriptor in recording.descriptors):  # others hold tensors
-            _put(recording.launches, (stream, *addresses), launches)
-    for launcher, arguments in launches:
-        launcher(*arguments)
-    return True
+    return *_setting(tensors[0]), repeated, *forms, *options, *map(type, options)
 
 
 def _put(cache: dict, key: Hashable, value: object) -> None:
@@ -187,11 +299,16 @@ def _put(cache: dict, key: Hashable, value: object) -> None:
     cache[key] = value
 
 
-def _record(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None]) -> _Recording | None:
+def _record(
+    starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None], new: list[Tensor | None],
+    made: Sequence[Made | None], finish: Callable,
+) -> Recording | None:  # fmt: skip
     # None where a tensor is not of the call (a copy, say), where Triton's own hook compiled, or where the launcher of
-    # this release of Triton is not known.
-    numbers = {id(x): number for number, x in reversed([*enumerate(tensors)]) if x is not None}
-    recorded, values, descriptors, tables = [], [], [], {}
+    # this release of Triton is not known. new: the tensors that were made.
+    device, setting = tensors[0].device, _setting(tensors[0])
+    all_tensors = (*tensors, *new)
+    numbers = {id(x): number for number, x in reversed([*enumerate(all_tensors)]) if x is not None}
+    recorded, constants_of_all, descriptors, tables = [], [], [], {}
     for begun, compiled in zip(starts, kernels, strict=True):
         if compiled is None:
             return None
@@ -204,7 +321,7 @@ def _record(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | N
         for parameter in begun.kernel.params:
             x = arguments.get(parameter.name, parameter.default if parameter.has_default else None)
             tensor = x if isinstance(x, Tensor) else getattr(x, "base", None)  # the base of a descriptor
-            number, place = numbers.get(id(tensor)), len(tensors) + len(values)
+            number, place = numbers.get(id(tensor)), len(all_tensors) + len(constants_of_all)
             is_table = tensor is x and parameter.name in TABLES
             if isinstance(tensor, Tensor) and number is None and not is_table:
                 return None
@@ -221,9 +338,11 @@ def _record(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | N
                 descriptors.append((place, number, _Descriptor(type(x), attributes, encode, {})))
                 constants = [None, *(encode(x)[1:] if encode else ())]
             places += range(place, place + len(constants))
-            values += constants
-        recorded.append((begun.kernel, launch, around_stream, itemgetter(*places)))
-    return _Recording(recorded, values, descriptors, [*map(ref, tables.values())], {})
+            constants_of_all += constants
+        recorded.append(_Launch.of(begun.kernel, launch, around_stream, places))
+    creators = [None if x is None or x is FLAG else x.creator(device) for x in made]
+    table_refs, flag = [*map(ref, tables.values())], made.index(FLAG) if FLAG in made else None
+    return Recording(recorded, creators, flag, finish, constants_of_all, descriptors, table_refs, setting)
 
 
 def forget() -> None:

@@ -19,6 +19,7 @@ from itertools import product
 
 import torch
 import triton
+from gathered_starts import gathering
 from held_operands import held_operands, overwritten_tiles, transposed_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -184,7 +185,7 @@ def row_kernels() -> dict[str, tuple]:
 def copy_kernels() -> dict[str, tuple]:
     """What copies and sums rows of sixteen bits: gathers of two tensors and of lse, their way back, and a sum."""
     starts, at, by_head = [], torch.arange(8), torch.arange(16)
-    copies.start = lambda make, *_, **__: starts.extend(make())
+    copies.start = gathering(starts)
     wholes, some = (torch.zeros(2, 1, n, 2, 128, dtype=torch.bfloat16) for n in (64, 8))
     lse, some_lse = (torch.zeros(1, 2, n).transpose(1, 2)[..., None] for n in (64, 8))
     moved = copies.Copy(some[0], wholes[0], at), copies.Copy(some_lse, lse, at)
@@ -204,7 +205,7 @@ def list_kernels(architecture: int) -> dict[str, tuple]:
     """What reads packed lists, as it is launched: without options, and with extra keys and masks; what makes them."""
     found, starts = {}, []
     lists_launch.limits_registers = lambda device: architecture == 90
-    lists_launch.start = lambda make, *_, **__: starts.extend(make())
+    lists_launch.start = gathering(starts)
     for columns, more in ((64, False), (128, True)):
         starts.clear()
         x, lists = torch.zeros(1, 64, 2, columns, dtype=torch.bfloat16), PackedLists.from_mask(torch.ones(64, 64) > 0)
@@ -280,7 +281,7 @@ def starts_on(
         Request(near.of_heads(2), key_padding_mask=masks[0], extra_padding_mask=masks[1], has_bias=has_bias),
     )
     starts = []
-    module.start, module.multiprocessors = lambda make, *_, **__: starts.extend(make()), lambda device: 132
+    module.start, module.multiprocessors = gathering(starts), lambda device: 132
     out, lse = module.forward(given, request)
     module.backward(out, given, out, lse, request)
     return starts

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import hilbert_lib
-from hilbert_lib.attention.triton.start import Start
+from hilbert_lib.attention.triton.start import FLAG, Made, Start
 
 PACKAGE = "hilbert_lib.attention.triton"
 EMULATED = {  # all that a call runs but what is decided without triton
@@ -304,7 +304,7 @@ class Sources:
 
     def __init__(self, edits: dict[str, tuple[str, str]] | None = None):
         self.edits = {f"{PACKAGE}.{name}": edit for name, edit in (edits or {}).items()}
-        self.modules = {f"{PACKAGE}.start": SimpleNamespace(Start=Start, start=self._start)}
+        self.modules = {f"{PACKAGE}.start": SimpleNamespace(Start=Start, Made=Made, FLAG=FLAG, start=self._start)}
         self.starts: list[Start] = []
         self.run = run
         self.launch = self.module(f"{PACKAGE}.launch")
@@ -337,10 +337,14 @@ class Sources:
         emulated = {each: self.module(whole) for each, whole in inside.items()}
         return SimpleNamespace(**emulated, **{each: getattr(found, each) for each in others})
 
-    def _start(self, make: Callable[[], Sequence[Start]], *_, **__) -> None:
-        for each in make():
+    def _start(
+        self, make: Callable[..., Sequence[Start]], tensors: Sequence = (), *_, made: Sequence = (), finish=list, **__
+    ) -> Sequence:
+        new = [each and each.creator(tensors[0].device)() for each in made]
+        for each in make(*new):
             self.starts.append(each)
             self.run(each)
+        return finish(new)
 
 
 def run(each: Start) -> None:

@@ -1,8 +1,9 @@
 """Launches of the warp-specialised kernels for grids, and the calls that these serve."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import ceil, prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from hilbert_lib.attention.triton.arguments import strides_of
 from hilbert_lib.attention.triton.geometry import block_d
 from hilbert_lib.attention.triton.hopper.bias_tables import bound_kernel, gradient_kernel, table_kernel
 from hilbert_lib.attention.triton.hopper.launch import columns_of
-from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
@@ -66,14 +67,11 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     request = on_its_keys(request) if request.part else request
     inputs = Tensors(*_as_read(inputs.with_rows, request), as_contiguous(inputs.bias))
     q, k, v, extra_k, extra_v, _ = inputs
-    (table,) = _empty_tables(inputs, request, 1)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-    flag = torch.zeros(1, dtype=torch.int32, device=q.device)
+    made = Made(q.shape, q.dtype), Made(plain.by_row(q), torch.float32), FLAG, *_tables(inputs, request, 1)
     named = {"STAGES": 4} if holds_queries(columns_of(q)) else {"STAGES": 4, "maxnreg": 80, "programs": 2}
-    tensors = (q, k, v), (extra_k, extra_v), (out,)
 
-    def starts() -> list[Start]:
+    def starts(out: Tensor, lse: Tensor, flag: Tensor, table: Tensor | None) -> list[Start]:
+        tensors = (q, k, v), (extra_k, extra_v), (out,)
         return [
             *([] if table is None else [_of_tables(inputs.bias, request, table)]),
             _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), inputs, request, table, q.shape[2], **named),
@@ -81,8 +79,7 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
         ]
 
     call = (*inputs, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid forward on hopper", *request.options, made=(out, lse, flag, table))
-    return out, lse
+    return start(starts, call, "grid forward on hopper", *request.options, made=made, finish=itemgetter(0, 1))
 
 
 def backward(
@@ -97,20 +94,18 @@ def backward(
     *read, dout = _as_read((*inputs.with_rows, dout), request)
     q, k, v, extra_k, extra_v = read
     inputs = Tensors(*read, as_contiguous(inputs.bias))
-    tables = _empty_tables(inputs, request, 2)
-    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(read)]
-    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(read, dtypes, strict=True)))
-    grads = plain.with_parts(grads, inputs)
-    lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    tables, lse = _tables(inputs, request, 2), lse.contiguous()
     sums = bounds = None
     if inputs.bias is not None:
-        grads = grads._replace(bias=torch.empty_like(inputs.bias))
-        sums = torch.empty(tables[0].shape, dtype=torch.int64, device=q.device)
-        bounds = torch.empty(len(inputs.bias), 3, dtype=torch.int32, device=q.device)
-    of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
-    of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
+        sums = Made(tables[0].shape, torch.int64)
+        bounds = Made((len(inputs.bias), 3), torch.int32)
 
-    def starts() -> list[Start]:
+    def starts(
+        delta: Tensor, sums: Tensor | None, bounds: Tensor | None, *grads_and_tables: Tensor | None
+    ) -> list[Start]:
+        grads, tables = Tensors(*grads_and_tables[:-2]), grads_and_tables[-2:]
+        of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
+        of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
         if inputs.bias is None:
             launches = [plain.delta_of(dout, out, delta, dlse)]
         else:
@@ -136,8 +131,9 @@ def backward(
         return launches
 
     call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads, *tables, sums, bounds))
-    return plain.sum_of_parts(grads, inputs)
+    delta, grads = Made(plain.by_row(q), torch.float32), plain.gradients_of(inputs, in_float)
+    made, finish = (delta, sums, bounds, *grads, *tables), partial(plain.summed, 3, extra_k.dtype)
+    return start(starts, call, "grid backward on hopper", *request.options, made=made, finish=finish)
 
 
 def _start(
@@ -183,12 +179,11 @@ def as_contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _empty_tables(inputs: Tensors, request: Request, count: int) -> list[Tensor | None]:
-    # Tensors for padded tables of bias, or None for each.
+def _tables(inputs: Tensors, request: Request, count: int) -> list[Made | None]:
+    # Padded tables of bias, or None for each.
     if inputs.bias is None:
         return [None] * count
-    sides = padded_sides(request, len(inputs.bias))
-    return [torch.empty(sides, dtype=torch.float32, device=inputs.q.device) for _ in range(count)]
+    return [Made(padded_sides(request, len(inputs.bias)), torch.float32)] * count
 
 
 def _of_tables(bias: Tensor, request: Request, table: Tensor, *, flipped=None, sums=None, bounds=None) -> Start:

@@ -1,0 +1,16 @@
+"""Starts of kernels that are gathered, and not started."""
+
+from collections.abc import Callable
+
+from hilbert_lib.attention.triton.start import Start
+
+
+def gathering(starts: list[Start]) -> Callable:
+    """A function in the place of `start`: it makes tensors, and adds the starts to a list."""
+
+    def start(make, tensors, *_options, made=(), finish=list, keep=True):
+        new = [each and each.creator(tensors[0].device)() for each in made]
+        starts.extend(make(*new))
+        return finish(new)
+
+    return start

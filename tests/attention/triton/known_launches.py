@@ -1,0 +1,240 @@
+"""Whole calls by their users' functions, on a driver that starts nothing: which of them only start recorded launches.
+
+Prints of each of several calls in a row, forward and backward, "ran" where a backend's function ran, and "replayed"
+where the launches of a recording were started instead; and of each replayed one "equal" if its kernels were given what
+those of the call before it were. A process of its own, as `first_call.py`: tensors are on the CPU, where the fused
+backends come first by a rule of this script.
+"""
+
+import json
+import re
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from weakref import ref
+
+import torch
+import triton
+from kept_starts import Compiled, Given, begun
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hilbert_lib import DilatedPattern, Neighbourhood, attend, dilated_attention, neighbourhood_attention
+from hilbert_lib.attention import autograd, choice, known_calls
+from hilbert_lib.attention.backends import fused, fused_grid
+from hilbert_lib.attention.rules import Rule
+from hilbert_lib.attention.triton import start as starting
+from hilbert_lib.attention.triton.hopper import grid_launch
+
+NEAR, PATTERN = Neighbourhood((8, 16), 5), DilatedPattern((32, 128), (1, 2))
+LENGTH, EXTRA = 128, 6
+ran: list = []  # functions of backends
+told: dict[str, list] = {}
+
+
+def noted(run):
+    """A function that calls the one of a backend, and notes that."""
+
+    def noting(*args):
+        ran.append(run)
+        return run(*args)
+
+    return noting
+
+
+def drawn(heads: int = 2, length: int = LENGTH, dtype=torch.bfloat16, columns: int = 64) -> torch.Tensor:
+    return torch.zeros(1, length, heads, columns, dtype=dtype).requires_grad_()
+
+
+def hidden(length: int) -> torch.Tensor:
+    return torch.zeros(1, length, dtype=torch.bool)
+
+
+# Function, and of each call its tensors by name and other arguments.
+CALLS = {
+    "sequence": (dilated_attention, lambda: {"pattern": PATTERN}),
+    "causal sequence": (dilated_attention, lambda: {"pattern": PATTERN, "is_causal": True}),
+    "plain sequence": (dilated_attention, lambda: {"pattern": PATTERN, "backend": "triton"}),
+    "plain sequence with a mask": (
+        dilated_attention,
+        lambda: {"pattern": PATTERN, "backend": "triton", "key_padding_mask": hidden(LENGTH)},
+    ),
+    "dropout": (dilated_attention, lambda: {"pattern": PATTERN, "backend": "triton", "dropout_p": 0.5}),
+    "several passes": (
+        attend,
+        lambda: {"pattern": DilatedPattern((16, 32, 128), (1, 8, 32)), "backend": "triton"},
+    ),
+    "grouped heads": (dilated_attention, lambda: {"pattern": PATTERN, "k": drawn(1), "v": drawn(1)}),
+    "grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR}),
+    "grid, several windows": (neighbourhood_attention, lambda: {"neighbourhood": (NEAR, Neighbourhood((8, 16), 3))}),
+    "grid with a mask": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "key_padding_mask": hidden(LENGTH)}),
+    "plain grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "backend": "triton"}),
+    "extra keys": (
+        neighbourhood_attention,
+        lambda: {
+            "neighbourhood": NEAR,
+            "extra_k": drawn(length=EXTRA),
+            "extra_v": drawn(length=EXTRA),
+            "extra_padding_mask": hidden(EXTRA),
+        },
+    ),
+    "plain grid in float32": (
+        neighbourhood_attention,
+        lambda: {"neighbourhood": NEAR, **{name: drawn(dtype=torch.float32) for name in "qkv"}},
+    ),
+    "bias": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "bias": torch.zeros(2, 9, 9).requires_grad_()}),
+    "part of a grid": (
+        neighbourhood_attention,
+        lambda: {"neighbourhood": NEAR, "q": drawn(length=32), "query_box": ((2, 4), (0, 16))},
+    ),
+}
+
+
+def arguments_of(name: str) -> dict:
+    return {"q": drawn(), "k": drawn(), "v": drawn(), **CALLS[name][1]()}
+
+
+def launched(tensors: dict[str, torch.Tensor]) -> str:
+    """The launches since the last time, with names for the addresses of a call's tensors, numbers for all others."""
+    text = repr(begun)
+    begun.clear()
+    for name, x in tensors.items():
+        text = text.replace(str(x.data_ptr()), f"<{name}>")
+    others: dict[str, str] = {}
+    return re.sub(r"\b\d{13,}\b", lambda found: others.setdefault(found[0], f"<{len(others)}>"), text)
+
+
+def called(name: str, arguments: dict | None = None, during=nullcontext, during_backward=nullcontext, dout=None):
+    """A forward and a backward: how each was computed, and its launches."""
+    arguments = arguments_of(name) if arguments is None else arguments
+    tensors = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
+    leaves = [x for x in tensors.values() if x.requires_grad]
+    ran.clear()
+    begun.clear()
+    with during():
+        out, lse = CALLS[name][0](**arguments, return_lse=True)
+    results = tensors | {"out": out, "lse": lse}
+    how, launches = ["ran" if ran else "replayed"], [launched(results)]
+    if out.requires_grad:
+        ran.clear()
+        dout = torch.zeros_like(out) if dout is None else dout
+        with during_backward():
+            grads = torch.autograd.grad(out, leaves, dout)
+        how.append("ran" if ran else "replayed")
+        launches.append(launched(results | {"dout": dout} | {f"grad {n}": x for n, x in enumerate(grads)}))
+        assert [x.shape for x in grads] == [x.shape for x in leaves]
+    return how, launches, [ref(x) for x in (*tensors.values(), out, lse)]
+
+
+@contextmanager
+def setting(put, value, before):
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def put_precision(value: str) -> None:
+    torch.backends.cuda.matmul.fp32_precision = value
+
+
+def put_debug(value: bool) -> None:
+    triton.knobs.runtime.debug = value
+
+
+@contextmanager
+def hooked():
+    hook = lambda *_: None  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class SeesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+seen: list = []
+UNALIGNED = lambda: torch.zeros(LENGTH * 2 * 64 + 8, dtype=torch.bfloat16)[1:-7].view(1, LENGTH, 2, 64)  # noqa: E731
+STRIDED = lambda: torch.zeros(1, LENGTH, 4, 64, dtype=torch.bfloat16)[:, :, ::2]  # noqa: E731
+# What a call hangs on besides: a context in which it is computed anew, or other arguments.
+CHANGES = {
+    "determinism": {"during": partial(setting, torch.use_deterministic_algorithms, True, False)},
+    "grad mode": {"during": torch.no_grad},
+    "inference": {"during": torch.inference_mode},
+    "autocast": {"during": lambda: torch.autocast("cpu", torch.float16)},
+    "debugging": {"during": partial(setting, put_debug, True, False)},
+    "a hook of Triton": {"during": hooked},
+    "a profiler": {"during": torch.profiler.profile},
+    "a mode of functions": {"during": SeesFunctions},
+    "a mode of operators": {"during": SeesOperators},
+    "forward-mode differentiation": {"during": torch.autograd.forward_ad.dual_level},
+    "stride": {"q": STRIDED},
+    "alignment": {"q": UNALIGNED},
+    "alignment of v": {"v": UNALIGNED},
+    "dtype": {name: partial(drawn, dtype=torch.float16) for name in "qkv"},
+    "columns": {name: partial(drawn, columns=48) for name in "qkv"},
+    "no gradient of q": {"q": lambda: drawn().detach()},
+}
+BACKWARD_CHANGES = {
+    "determinism": {"during_backward": partial(setting, torch.use_deterministic_algorithms, True, False)},
+    "a mode of operators": {"during_backward": SeesOperators},
+    "a hook of Triton": {"during_backward": hooked},
+    "stride of dout": {"dout": STRIDED},
+    "alignment of dout": {"dout": UNALIGNED},
+    "expanded dout": {"dout": lambda: torch.zeros((), dtype=torch.bfloat16).expand(1, LENGTH, 2, 64)},
+}
+
+
+def changed(name: str, change: dict) -> list[str]:
+    """How a call is computed that comes after three others and differs from them in one thing."""
+    forget()
+    for _ in range(3):
+        how, *_ = called(name)
+    assert set(how) == {"replayed"}
+    arguments = arguments_of(name) | {key: make() for key, make in change.items() if key in "qkv"}
+    rest = {key: x for key, x in change.items() if key.startswith("during")}
+    how, *_ = called(name, arguments, dout=change["dout"]() if "dout" in change else None, **rest)
+    return how
+
+
+def forget() -> None:
+    known_calls.forget()
+    starting.forget()
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Given())
+    triton.compiler.compile = Compiled
+    triton.knobs.runtime.jit_post_compile_hook = lambda **_: None
+    torch.cuda.set_device = lambda _: None
+    starting._flags.next_address = lambda *_: 1 << 40
+    grid_launch.multiprocessors = lambda _: 132
+    for room in (fused, fused_grid):
+        for backend in room.BACKENDS:
+            object.__setattr__(backend, "here", lambda q, request: "")
+    choice.rule_for = lambda *_, **__: Rule(("hopper", "triton", "eager"), "of a test")
+    autograd._forward_of_one = noted(autograd._forward_of_one)
+    autograd._backward_of_one = noted(autograd._backward_of_one)
+    for name in CALLS:
+        calls = [called(name) for _ in range(4)]
+        equal = [calls[n][1] == calls[1][1] for n in (2, 3)]
+        kept = sum(each() is not None for *_, refs in calls for each in refs)
+        told[name] = [[how for how, *_ in calls], equal, kept]
+    kinds = ("sequence", "grid")
+    told["changes"] = {f"{name}, {kind}": changed(kind, change) for name, change in CHANGES.items() for kind in kinds}
+    told["backward changes"] = {
+        f"{name}, {kind}": changed(kind, change) for name, change in BACKWARD_CHANGES.items() for kind in kinds
+    }
+    precision = {"during": partial(setting, put_precision, "tf32", "ieee")}
+    told["changes"]["TF32"] = changed("plain grid in float32", precision)
+    print(json.dumps(told))

@@ -1,0 +1,36 @@
+"""A third call of a form only starts recorded launches; one that differs in anything runs its backend's function."""
+
+import pytest
+from test_compiled_kernels import told_by
+
+from hilbert_lib.internals import WITHOUT_INTERNALS
+
+pytestmark = pytest.mark.skipif(WITHOUT_INTERNALS, reason="without private names somebody may watch every call")
+
+
+@pytest.fixture(scope="module")
+def told():
+    return told_by("known_launches.py")
+
+
+def test_a_third_call_starts_what_the_second_one_did_and_runs_no_function_of_a_backend(told):
+    calls = {name: each for name, each in told.items() if "changes" not in name}
+    assert len(calls) == 15
+    for name, (how, equal, held) in calls.items():
+        assert how == [["ran"] * 2] * 2 + [["replayed"] * 2] * 2, name
+        assert equal == [True, True], name
+        assert held == 0, f"{name}: a tensor of a call is held"
+
+
+def test_a_call_that_differs_in_one_thing_is_computed_anew(told):
+    assert len(told["changes"]) == 33
+    of_the_forward = ("debugging", "a hook", "TF32")  # alone: its backward begins when they are over
+    for name, how in told["changes"].items():
+        assert how[0] == "ran", name
+        assert set(how) == {"ran"} or name.startswith(of_the_forward), name
+
+
+def test_a_backward_that_differs_in_one_thing_is_computed_anew(told):
+    assert len(told["backward changes"]) == 12
+    for name, how in told["backward changes"].items():
+        assert how == ["replayed", "ran"], name
