@@ -1,7 +1,7 @@
 """Attention as users call it: `attend` for every pattern, and a door for each kind."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from hilbert_lib.attention.choice import is_undone, serving
 from hilbert_lib.attention.dtensors import local_call
 from hilbert_lib.attention.failures import KernelError, first_that_compiles
 from hilbert_lib.attention.joint import extra_attention
-from hilbert_lib.attention.known_calls import KnownCall
+from hilbert_lib.attention.known_calls import Form, KnownCall
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.transforms import is_dtensor
 from hilbert_lib.attention.validation import as_cast, as_pattern, refuse_several_points, validated
@@ -96,31 +96,28 @@ def attend(
     >>> attend(x, x, x, Neighbourhood((2, 3), 2)).shape
     torch.Size([1, 6, 2, 4])
     """
-    return computed(
-        q,
-        k,
-        v,
-        pattern,
-        called="attend" if query_start is None and query_box is None else "",
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        key_padding_mask=key_padding_mask,
-        query_start=query_start,
-        key_start=key_start,
-        kv_ordering=kv_ordering,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        ordering=ordering,
-        query_box=query_box,
-        extra_q=extra_q,
-        extra_k=extra_k,
-        extra_v=extra_v,
-        extra_padding_mask=extra_padding_mask,
-        bias=bias,
-        backend=backend,
-        return_lse=return_lse,
-    )
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "key_padding_mask": key_padding_mask,
+        "query_start": query_start,
+        "key_start": key_start,
+        "kv_ordering": kv_ordering,
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen,
+        "ordering": ordering,
+        "query_box": query_box,
+        "extra_q": extra_q,
+        "extra_k": extra_k,
+        "extra_v": extra_v,
+        "extra_padding_mask": extra_padding_mask,
+        "bias": bias,
+        "backend": backend,
+        "return_lse": return_lse,
+    }
+    called = "attend" if query_start is None and query_box is None else ""
+    return _looked_up(q, k, v, pattern, as_pattern, called, options)
 
 
 @unscripted
@@ -203,25 +200,21 @@ def dilated_attention(
     >>> dilated_attention(q, k, v, DilatedPattern((4, 8), (1, 2))).shape
     torch.Size([1, 8, 2, 4])
     """
-    return computed(
-        q,
-        k,
-        v,
-        pattern,
-        door=check_dilated,
-        called="dilated_attention" if query_start is None else "",
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        key_padding_mask=key_padding_mask,
-        query_start=query_start,
-        key_start=key_start,
-        kv_ordering=kv_ordering,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        backend=backend,
-        return_lse=return_lse,
-    )
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "key_padding_mask": key_padding_mask,
+        "query_start": query_start,
+        "key_start": key_start,
+        "kv_ordering": kv_ordering,
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen,
+        "backend": backend,
+        "return_lse": return_lse,
+    }
+    called = "dilated_attention" if query_start is None else ""
+    return _looked_up(q, k, v, pattern, check_dilated, called, options)
 
 
 @unscripted
@@ -317,46 +310,53 @@ def neighbourhood_attention(
     >>> image.shape, text.shape
     (torch.Size([1, 6, 1, 2]), torch.Size([1, 4, 1, 2]))
     """
-    return computed(
-        q,
-        k,
-        v,
-        neighbourhood,
-        door=check_neighbourhood,
-        called="neighbourhood_attention" if query_start is None and query_box is None else "",
-        ordering=ordering,
-        query_box=query_box,
-        query_start=query_start,
-        key_start=key_start,
-        scale=scale,
-        extra_q=extra_q,
-        extra_k=extra_k,
-        extra_v=extra_v,
-        key_padding_mask=key_padding_mask,
-        extra_padding_mask=extra_padding_mask,
-        bias=bias,
-        backend=backend,
-        return_lse=return_lse,
-    )
+    options = {
+        "ordering": ordering,
+        "query_box": query_box,
+        "query_start": query_start,
+        "key_start": key_start,
+        "scale": scale,
+        "extra_q": extra_q,
+        "extra_k": extra_k,
+        "extra_v": extra_v,
+        "key_padding_mask": key_padding_mask,
+        "extra_padding_mask": extra_padding_mask,
+        "bias": bias,
+        "backend": backend,
+        "return_lse": return_lse,
+    }
+    called = "neighbourhood_attention" if query_start is None and query_box is None else ""
+    return _looked_up(q, k, v, neighbourhood, check_neighbourhood, called, options)
 
 
 def computed(
-    q, k, v, pattern, *, door=as_pattern, backend="auto", return_lse=False, kv_ordering=None, extra_q=None,
-    called="", **options,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """`attend`, for the functions that users call and for callers that made the layout of q, k and v themselves.
+    q, k, v, pattern, *, door=as_pattern, backend="auto", return_lse=False, kv_ordering=None, extra_q=None, **options
+) -> Tensor | tuple[Tensor, ...]:
+    """`attend` without a warning, for callers that made the layout of q, k and v themselves.
 
-    door: what makes a pattern of the argument, or refuses it. called: the function that the user called, where it warns
-        of heads that come first.
+    door: what makes a pattern of the argument, or refuses it.
     """
     options |= {"backend": backend, "return_lse": return_lse, "kv_ordering": kv_ordering, "extra_q": extra_q}
-    if form := known_calls.form_of(q, k, v, pattern, door, options):
-        if known_call := known_calls.known(form):
-            try:
-                return known_call.computed(q, k, v, pattern, options)
-            except KernelError:
-                pass  # as tensors lie in memory now, it does not compile: what follows passes it over, or says so
-    elif any(map(is_dtensor, (q, k, v, *options.values()))):
+    return _looked_up(q, k, v, pattern, door, "", options)
+
+
+def _looked_up(
+    q: Tensor, k: Tensor, v: Tensor, pattern: object, door: Callable, called: str, options: dict
+) -> Tensor | tuple[Tensor, ...]:
+    # called: the function that the user called, where it warns of heads that come first.
+    form = known_calls.form_of(q, k, v, pattern, door, options)
+    if form is not None and (known_call := known_calls.known(form)) is not None:
+        try:
+            return known_call.computed(q, k, v, pattern, options)
+        except KernelError:
+            pass  # as tensors lie in memory now, it does not compile: what follows passes it over, or says so
+    return _computed_anew(q, k, v, pattern, door, called, options, form)
+
+
+def _computed_anew(
+    q: Tensor, k: Tensor, v: Tensor, pattern: object, door: Callable, called: str, options: dict, form: Form | None
+) -> Tensor | tuple[Tensor, ...]:
+    if form is None and any(map(is_dtensor, (q, k, v, *options.values()))):
         call = local_call({"q": q, "k": k, "v": v}, door(pattern), options)
         return call.as_dtensors(computed(*call.tensors, call.pattern, **call.options))
     if called and not isinstance(pattern, PointNeighbourhood):
@@ -364,6 +364,8 @@ def computed(
     inputs, request = validated(q, k, v, door(pattern), **options)
     if request.dropout_p > 0.0:
         request = replace(request, seed=known_calls.new_seed(q.device))
+    backend, return_lse = options["backend"], options["return_lse"]
+    kv_ordering, extra_q = options.get("kv_ordering"), options.get("extra_q")
 
     def choose() -> str:
         gradient = needs_gradient(*inputs)
@@ -376,10 +378,10 @@ def computed(
         stored_inputs, stored_request = _as_stored(inputs, request, kv_ordering, undone)
         return *operators.attention(stored_inputs, stored_request, chosen), chosen, undone
 
-    out, lse, chosen, undone = first_that_compiles(choose, run, backend, level=4)
+    out, lse, chosen, undone = first_that_compiles(choose, run, backend, level=5)
     extra = None
     if extra_q is not None:
-        extra = extra_attention(as_cast(extra_q), inputs, request, backend, return_lse, level=5)
+        extra = extra_attention(as_cast(extra_q), inputs, request, backend, return_lse, level=6)
     if form is not None:
         arguments = {"q": q, "k": k, "v": v, **options}
         known_call = KnownCall.of(inputs, request, _served(chosen, inputs, request), arguments, is_undone=undone)
@@ -443,7 +445,7 @@ def _warn_of_heads_first(function: str, k: Tensor) -> None:
         warnings.warn(
             f"k has {heads} heads and {rows} rows: {function} takes (batch, seq, heads, head_dim). If heads "
             "come first, as in scaled_dot_product_attention, give x.transpose(1, 2)",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

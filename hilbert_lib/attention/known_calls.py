@@ -257,14 +257,14 @@ def form_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, door: Callable, o
         ]
         if _NO_FORM in values:
             return None
-    tensors = _form_of_tensor(q), _form_of_tensor(k), _form_of_tensor(v)
-    if None in tensors:
+    of_q, of_k, of_v = _form_of_tensor(q), _form_of_tensor(k), _form_of_tensor(v)
+    if not (of_q and of_k and of_v):
         return None
     if isinstance(pattern, PointNeighbourhood):
         pattern = pattern.form  # points themselves would keep their lists
     device_type = q.device.type
     return (
-        pattern, door, kinds, *options, *values, *tensors,
+        pattern, door, kinds, *options, *values, of_q, of_k, of_v,
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,

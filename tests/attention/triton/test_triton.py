@@ -7,7 +7,6 @@ import oracle
 import pytest
 import torch
 from cases import BRANCHES, LAYOUTS, assert_close, attended, check, determinism, drawn, exactly, in_pairs, norms, only
-from gathered_starts import gathering
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import reference
@@ -16,6 +15,7 @@ from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
+from gathered_starts import gathering  # noqa: E402
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from hilbert_lib.attention.triton import arguments, grid_launch, rows, schedule  # noqa: E402
