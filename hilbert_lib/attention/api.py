@@ -281,8 +281,7 @@ def neighbourhood_attention(
             and "triton" serve it, "hopper" too but for the gradient of large windows, and "flex" a call without
             gradients.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve. "lists" is the kernels
-            for points, on lists of the grid. "auto" takes it only where no other kernel serves, or where
-            `select_attention_backend` has timed it on this machine.
+            for points, on lists of the grid, which the first call makes: keep that outside of CUDA graphs.
         return_lse: whether to return lse too.
 
     Returns:

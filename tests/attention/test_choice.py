@@ -129,7 +129,8 @@ def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rul
         assert len(works) == 18
         for work, each in works:
             fastest_first = each.sort_values("tflop_per_s", ascending=False).kernel.map(names)
-            assert [*fastest_first, "lists", "eager"] == list(rule.order), (run, work)
+            timed = [name for name in rule.order if name in names.values()]
+            assert list(fastest_first) == timed, (run, work)
 
 
 def test_an_exported_program_asks_for_no_length(monkeypatch):
