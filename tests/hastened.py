@@ -6,7 +6,7 @@ are not asked whether they are wider than their types. What a kernel computes st
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import triton.language as tl
@@ -23,6 +23,7 @@ OF_WIDE_STEPS = {"bf16", "fp8e5", "fp8e4nv"}  # which numpy does not have, and h
 CONVERSIONS = {f"create_{name}" for name in ("int_cast", "si_to_fp", "ui_to_fp", "fp_ext", "splat", "broadcast")}
 TILES = {}  # all that a type of tiles holds, by the name of its elements and its sides
 NUMPY_TYPES = {}  # numpy's, by the names of Triton's
+ELEMENTS, BYTES = {}, {}  # by the name of a handle's type: what its pointers point to, and the bytes of its numbers
 
 
 def hasten() -> None:
@@ -30,7 +31,10 @@ def hasten() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.interpreter_semantic = Semantic(builder)
-    interpreter.TensorHandle.__post_init__ = lambda handle: None
+    interpreter.TensorHandle.__init__ = make_handle
+    interpreter.TensorHandle.set_attr = set_attribute
+    interpreter.TensorHandle.get_element_ty = element_of
+    tl.dtype.facts = FactsOfANumber()
     interpreter._get_np_dtype = numpy_type
     interpreter._patch_attr = set_builtin
     interpreter._patch_lang = language_changes()
@@ -43,7 +47,7 @@ class Semantic(TritonSemantic):
 
     def __init__(self, builder: interpreter.InterpreterBuilder):
         super().__init__(builder)
-        self.constants, self.operands, self.widened = {}, {}, {}
+        self.constants, self.operands, self.widened, self.casts = {}, {}, {}, {}
 
     def scalar_constant(self, value, dtype):
         key = type(value), value, dtype.name
@@ -52,7 +56,19 @@ class Semantic(TritonSemantic):
         return self.constants[key]
 
     def cast(self, x, dtype, rounding=None):
-        return x if x.dtype.name == dtype.scalar.name else super().cast(x, dtype, rounding)
+        name = dtype.scalar.name
+        if x.dtype.name == name:
+            return x
+        key = x.type.name, name, rounding
+        if key not in self.casts:
+            (result,), computed = noting(lambda: [super(Semantic, self).cast(x, dtype, rounding)], passing=())
+            is_one = len(computed) == 1 and computed[0][1][0] is x.handle
+            self.casts[key] = (computed[0][0], computed[0][1][1:], result.type) if is_one else ()
+            return result
+        if not self.casts[key]:
+            return super().cast(x, dtype, rounding)
+        function, rest, result = self.casts[key]
+        return tl.tensor(function(x.handle, *rest), result)
 
     def binary_op_type_checking_impl(self, left, right, *rules, **named):
         given = left, right
@@ -80,52 +96,102 @@ class Semantic(TritonSemantic):
 class Operator:
     """One of the language's operators, of a tile and what stands beside it.
 
-    Which function of the builder serves two kinds of operands, and which types these need, is found once. numpy makes
-    them as wide as each other.
+    What numpy computes for two kinds of operands, and which types these need, is found once. numpy makes them as wide
+    as each other.
     """
 
     def __init__(self, own: Callable, is_reversed: bool):
         self.own, self.is_reversed, self.known = own, is_reversed, {}
 
     def method(self) -> Callable:
-        return lambda tile, other, _semantic=None: self(tile, other)
+        own, observed, known, is_reversed = self.own, self.observed, self.known, self.is_reversed
+        handle_of, tensor = interpreter.TensorHandle, tl.tensor
 
-    def __call__(self, tile: tl.tensor, other):
-        other = other.value if type(other) is tl.constexpr else other
-        if type(other) is not tl.tensor and type(other) not in NUMBERS:
-            return self.own(tile, other)
-        key = tile.type.name, kind(other)
-        if key not in self.known:
-            result, self.known[key] = self.observed(tile, other)
-            return result
-        if self.known[key] is None:
-            return self.own(tile, other)
-        function, for_tile, for_other, constant, result = self.known[key]
-        handle = cast_handle(tile, for_tile)
-        other_handle = cast_handle(other, for_other) if constant is None else constant
-        if self.is_reversed:
-            handle, other_handle = other_handle, handle
-        return tl.tensor(function(handle, other_handle), result)
+        def operate(tile: tl.tensor, other, _semantic=None):
+            other_kind = type(other)
+            if other_kind is tl.constexpr:
+                other = other.value
+                other_kind = type(other)
+            if other_kind is tensor:
+                key = tile.type.name, other.type.name
+            elif other_kind in NUMBERS:
+                key = tile.type.name, (other_kind, other)
+            else:
+                return own(tile, other)
+            plan = known.get(key)
+            if plan is None:
+                result, known[key] = observed(tile, other)
+                return result
+            if not plan:
+                return own(tile, other)
+            compute, for_tile, for_other, constant, result = plan
+            handle = tile.handle if for_tile is None else cast_handle(tile, for_tile)
+            if constant is not None:
+                other_handle = constant
+            else:
+                other_handle = other.handle if for_other is None else cast_handle(other, for_other)
+            if is_reversed:
+                handle, other_handle = other_handle, handle
+            data, dtype = compute(handle.data, other_handle.data), handle.dtype
+            if data.itemsize > (BYTES.get(dtype.name) or width_of(dtype)):
+                data = data.astype(numpy_type(dtype))
+            return tensor(handle_of(data, dtype), result)
 
-    def observed(self, tile: tl.tensor, other) -> tuple[tl.tensor, tuple | None]:
-        """The result, and how it came about; None where more than one function computed."""
-        semantic = interpreter.interpreter_semantic
-        semantic.builder, builder = Noting(semantic.builder), semantic.builder
-        try:
-            result, computed = self.own(tile, other), semantic.builder.computed
-        finally:
-            semantic.builder = builder
+        return operate
+
+    def observed(self, tile: tl.tensor, other) -> tuple[tl.tensor, tuple]:
+        """The result, and how it came about; nothing where more than one function computed."""
+        result, computed = noting(lambda: self.own(tile, other), passing=CONVERSIONS)
         tiles = [x for x in (tile, other) if type(x) is tl.tensor]
         if len(computed) != 1 or any(x.dtype.name in OF_WIDE_STEPS for x in tiles):
-            return result, None
+            return result, ()
         ((function, operands),) = computed
         for_tile, for_other = reversed(operands) if self.is_reversed else operands
         if any(is_pointer(x) != is_pointer(y) for x, y in zip((for_tile, for_other), tiles, strict=False)):
-            return result, None  # they have changed places
+            return result, ()  # they have changed places
+        compute = on_arrays(function, operands[0].dtype)
         if len(tiles) == 2:
-            return result, (function, wanted(for_tile, tile), wanted(for_other, other), None, result.type)
+            return result, (compute, wanted(for_tile, tile), wanted(for_other, other), None, result.type)
         constant = interpreter.TensorHandle(for_other.data.reshape(-1)[:1], for_other.dtype)
-        return result, (function, wanted(for_tile, tile), None, constant, result.type)
+        return result, (compute, wanted(for_tile, tile), None, constant, result.type)
+
+
+def noting(run: Callable, passing) -> tuple:
+    """What a function returns, and what the builder computed meanwhile: functions, each with its operands.
+
+    passing: names of functions that are not noted.
+    """
+    semantic = interpreter.interpreter_semantic
+    semantic.builder, builder = Noting(semantic.builder, passing), semantic.builder
+    try:
+        return run(), semantic.builder.computed
+    finally:
+        semantic.builder = builder
+
+
+def on_arrays(function: Callable, first: tl.dtype) -> Callable:
+    """What a function of the builder computes of two handles, as a function of their arrays.
+
+    first: the type of the first one's elements.
+    """
+    if function.__func__ is interpreter.InterpreterBuilder.create_addptr:
+        width = max(1, first.element_ty.primitive_bitwidth // 8)
+        return lambda at, steps: at + width * steps.astype(np.uint64)
+    # The builder's others pass their operands on, with what numpy computes.
+    builder = SimpleNamespace(binary_op=lambda a, b, computes: computes, create_idiv=lambda a, b: quotient)
+    return function.__func__(builder, None, None)
+
+
+def quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Division as Triton's language has it, towards zero."""
+    return (a - np.fmod(a, b)) // b
+
+
+def width_of(dtype: tl.dtype) -> int:
+    """Bytes of the widest numbers that a handle of this type may hold."""
+    if dtype.name not in BYTES:
+        BYTES[dtype.name] = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+    return BYTES[dtype.name]
 
 
 def indexed(own: Callable) -> Callable:
@@ -147,14 +213,14 @@ def indexed(own: Callable) -> Callable:
 
 
 class Noting:
-    """A builder, which notes what it computes, apart from conversions of operands."""
+    """A builder, which notes what it computes, apart from some of its functions."""
 
-    def __init__(self, builder: interpreter.InterpreterBuilder):
-        self.builder, self.computed = builder, []
+    def __init__(self, builder: interpreter.InterpreterBuilder, passing):
+        self.builder, self.passing, self.computed = builder, passing, []
 
     def __getattr__(self, name: str):
         found = getattr(self.builder, name)
-        if not name.startswith("create_") or name in CONVERSIONS:
+        if not name.startswith("create_") or name in self.passing:
             return found
 
         def noted(*operands):
@@ -203,15 +269,43 @@ def make_type(self, element_ty, shape, *, own=tl.block_type.__init__):
     key = element_ty.name, sides
     if key not in TILES:
         own(self, element_ty, shape)
-        self.sides, self.sizes = sides, (tl.tuple(map(tl.constexpr, sides)), tl.constexpr(self.numel))
+        self.sides = sides
+        self.facts = element_ty, tl.tuple(map(tl.constexpr, sides)), tl.constexpr(self.numel)
         TILES[key] = dict(vars(self))
     vars(self).update(TILES[key])
 
 
 def make_tensor(self, handle, type):
     """The constructor of a tensor."""
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = type.sizes if type.is_block() else OF_A_NUMBER
+    self.handle, self.type = handle, type
+    self.dtype, self.shape, self.numel = type.facts
+
+
+class FactsOfANumber:
+    """Of a type that is no tile's: itself, no sides, and how many elements there are."""
+
+    def __get__(self, dtype: tl.dtype, _owner) -> tuple:
+        if dtype.is_block():
+            raise AttributeError(f"{dtype} was made before the language was changed")
+        return dtype, *OF_A_NUMBER
+
+
+def make_handle(self, data: np.ndarray, dtype: tl.dtype, attr: dict = MappingProxyType({})):
+    """The constructor of a handle, which asks nothing of its numbers."""
+    self.data, self.dtype, self.attr = data, dtype, attr
+
+
+def set_attribute(handle: interpreter.TensorHandle, name: str, value) -> None:
+    """Give a handle an attribute: at first all handles share having none."""
+    handle.attr = {**handle.attr, name: value}
+
+
+def element_of(handle: interpreter.TensorHandle, *, own=interpreter.TensorHandle.get_element_ty) -> tl.dtype:
+    """The type that a handle's pointers point to, or its own."""
+    name = handle.dtype.name
+    if name not in ELEMENTS:
+        ELEMENTS[name] = own(handle)
+    return ELEMENTS[name]
 
 
 def unwrapped(x, *, own=core._unwrap_if_constexpr):
@@ -243,11 +337,20 @@ def language_changes() -> Callable:
         if (place, name) == (tl.tensor, "__getitem__"):
             changes[n] = place, name, indexed(function)
 
-    def change(_kernel: Callable):
-        scope = interpreter._LangPatchScope()
-        for each in changes:
-            scope.set_attr(*each)
-        return scope
+    names = {(place, name) for place, name, _ in changes}
+    before = [(place, name, getattr(place, name)) for place, name in names if hasattr(place, name)]
+    added = [(place, name) for place, name in names if not hasattr(place, name)]
+
+    def restore() -> None:
+        for member in before:
+            setattr(*member)
+        for member in added:
+            delattr(*member)
+
+    def change(_kernel: Callable) -> SimpleNamespace:
+        for member in changes:
+            setattr(*member)
+        return SimpleNamespace(restore=restore)
 
     return change
 

@@ -29,12 +29,20 @@ def confine() -> None:
         return found
 
     def check(what: str, pointers, mask) -> None:
-        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
-        if not at.size or name in THROUGH_TABLES:
+        if name in THROUGH_TABLES:
             return
-        first, last = int(at.min()), int(at.max()) + pointers.get_element_ty().primitive_bitwidth // 8
-        if not any(begin <= first and last <= end for begin, end in given):
-            raise IndexError(f"{name} {what} outside of its tensors")
+        at, shown = pointers.data, mask.data
+        if not shown.all():
+            at = at[np.broadcast_to(shown, at.shape).astype(bool)]
+            if not at.size:
+                return
+        # Reductions by their own names: an array's methods find them anew.
+        last = int(np.maximum.reduce(at, axis=None)) + pointers.get_element_ty().primitive_bitwidth // 8
+        first = int(np.minimum.reduce(at, axis=None))
+        for begin, end in given:
+            if begin <= first and last <= end:
+                return
+        raise IndexError(f"{name} {what} outside of its tensors")
 
     def load(self, pointers, mask, *rest, own=builder.create_masked_load):
         check("reads", pointers, mask)
