@@ -34,24 +34,56 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 RUNS = [(90, "sample"), *(pytest.param((each, "every"), marks=pytest.mark.full) for each in ARCHITECTURES)]
 
 
-def told_by(script: str, *arguments: str, packages: Path | None = None) -> dict:
-    """What a process without the interpreter prints. packages: a folder whose packages come before the installed."""
+FOLDER = Path(__file__).parent
+
+
+def start(script: str, *arguments: str, packages: Path | None = None) -> subprocess.Popen:
+    """A script of this folder, in a process without the interpreter.
+
+    packages: a folder whose packages come before the installed.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if packages is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), env.get("PYTHONPATH"))))
-    command = [sys.executable, Path(__file__).parent / script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, FOLDER / script, *arguments], text=True, env=env, **pipes)
+
+
+def told(status: int, out: str, err: str) -> dict:
+    """What a script prints."""
     # Triton 3.9 ends a process that failed with hundreds of lines about its own objects.
-    errors = [line for line in done.stderr.splitlines() if "nanobind" not in line and not line.startswith(" - ")]
-    assert done.returncode == 0, "\n".join(errors)[-2000:]
-    return json.loads(done.stdout)
+    errors = [line for line in err.splitlines() if "nanobind" not in line and not line.startswith(" - ")]
+    assert status == 0, "\n".join(errors)[-2000:]
+    return json.loads(out)
+
+
+def told_by(script: str, *arguments: str, packages: Path) -> dict:
+    """What a script prints beside the packages of a folder."""
+    process = start(script, *arguments, packages=packages)
+    out, err = process.communicate()
+    return told(process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def told_by_copy():
+    """What a script prints, in a copy of one process."""
+    with start("copied_scripts.py") as process:
+
+        def run(script: str, *arguments: str) -> dict:
+            process.stdin.write(json.dumps([str(FOLDER / script), *arguments]) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            assert answer, process.stderr.read()[-2000:]
+            return told(*json.loads(answer))
+
+        yield run
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)
-def run(request):
+def run(request, told_by_copy):
     """The architecture, whether all its kernels are compiled, and what is told of each."""
     architecture, which = request.param
-    return architecture, which == "every", told_by("compile_kernels.py", str(architecture), which)
+    return architecture, which == "every", told_by_copy("compile_kernels.py", str(architecture), which)
 
 
 @pytest.fixture
@@ -192,11 +224,11 @@ def release(request, tmp_path_factory):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_sample_of_all_kernels_compiles_with_every_release_of_triton_that_was_tried(release, architecture):
     version, folder = release
-    told = told_by("compile_kernels.py", str(architecture), "sample", packages=folder)
-    assert {facts["triton"] for facts in told.values()} == {version}
+    found = told_by("compile_kernels.py", str(architecture), "sample", packages=folder)
+    assert {facts["triton"] for facts in found.values()} == {version}
     wanted = [name for name in SAMPLE if architecture == 90 or not name.startswith(("grid", "hopper", "bias"))]
-    assert list(told) == wanted
-    assert not any(facts["overwritten"] or facts.get("serialized") for facts in told.values())
+    assert list(found) == wanted
+    assert not any(facts["overwritten"] or facts.get("serialized") for facts in found.values())
 
 
 @pytest.mark.releases
@@ -316,30 +348,32 @@ def test_a_stride_of_which_no_row_is_taken_may_be_anything():
         pytest.param("128", "causal", 4, 2, marks=pytest.mark.full),
     ],
 )
-def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, causal, forwards, backwards):
-    told = told_by("first_call.py", head_dim, causal)
+def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(
+    told_by_copy, head_dim, causal, forwards, backwards
+):
+    found = told_by_copy("first_call.py", head_dim, causal)
     backward = ["delta_kernel", *["backward_kernel"] * backwards]
     for name, kernels in (("forward", ["forward_kernel"] * forwards), ("backward", backward)):
-        first, second = told[f"first {name}"], told[f"second {name}"]
+        first, second = found[f"first {name}"], found[f"second {name}"]
         assert first["compiled"] == sorted(kernels)
         assert first["at once"] == len(kernels)
         assert first["before any starts"]
         assert second["compiled"] == []
         assert first["started"] == second["started"] == kernels
-    assert told["devices"] == ["cpu"], "a thread that compiles kernels has the tensors' device"
-    assert told["loaded at once"] == 1, "Triton 3.6 gives a kernel another's launcher where two are loaded at once"
-    assert told["collected"] == {"inside": False, "after": True}
+    assert found["devices"] == ["cpu"], "a thread that compiles kernels has the tensors' device"
+    assert found["loaded at once"] == 1, "Triton 3.6 gives a kernel another's launcher where two are loaded at once"
+    assert found["collected"] == {"inside": False, "after": True}
 
 
 @pytest.mark.skipif(WITHOUT_INTERNALS, reason="a start is kept by private parts of Triton's launch")
-def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_nothing():
-    assert_kept(told_by("kept_starts.py"))
+def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_nothing(told_by_copy):
+    assert_kept(told_by_copy("kept_starts.py"))
 
 
 @pytest.fixture(scope="module")
-def failing():
+def failing(told_by_copy):
     """What calls say of a kernel that does not compile."""
-    return told_by("failing_kernels.py")
+    return told_by_copy("failing_kernels.py")
 
 
 @pytest.mark.parametrize(
