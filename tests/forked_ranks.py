@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -51,13 +52,20 @@ class Rank:
 
     def __init__(self, command: tuple[str, ...], environment: dict[str, str], stdout: int, stderr: int):
         self.args, self.returncode = command, None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _run(command, environment, stdout, stderr)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
+
+        def copy() -> None:
+            self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    _run(command, environment, stdout, stderr)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(1)
+
+        # A thread of its own is in no calls of torchrun, and so is the copy: what it shows of its stack is the rank's.
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -66,7 +66,8 @@ def let_time_pass_when(is_over: Callable[[], object], monkeypatch) -> None:
 
 def wait_for(condition: Callable[[], object]) -> None:
     """Until the condition holds; an error once patience is at its end."""
-    deadline = time.monotonic() + PATIENCE
+    deadline, pause = time.monotonic() + PATIENCE, 0.02
     while not condition():
         assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.3)  # to ask which processes there are takes longer than what is waited for moves on

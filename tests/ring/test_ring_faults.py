@@ -85,8 +85,7 @@ MORE = [pytest.param(x, False, marks=pytest.mark.full) for x in list(BROKEN)[4:]
 
 @pytest.mark.parametrize(("fault", "on_grid"), [*((x, False) for x in list(BROKEN)[:4]), *MORE, *ON_GRID])
 def test_the_rank_that_broke_is_named_with_its_cause(request, monkeypatch, fault, on_grid):
-    if fault != "stalls":  # which has to show where it was: a copy was in the calls of torchrun, too
-        fork_ranks(monkeypatch)
+    fork_ranks(monkeypatch)
     status, cause = BROKEN[fault]
     last = 2 if on_grid or fault == "stalls" else 1  # of two that wait, none may be taken for the one that stalls
     arguments, options = {"fault": fault, "on_grid": on_grid}, {"stall_seconds": PATIENCE}
@@ -106,6 +105,7 @@ def test_a_run_that_takes_too_long_shows_where_each_rank_was(monkeypatch):
     def monotonic():  # the limit passes as soon as both hang, which on a busy machine takes long
         return time.monotonic() + 1000 * (len(os.listdir(os.environ[BEGAN])) == 2)
 
+    fork_ranks(monkeypatch)
     monkeypatch.setattr(workers, "time", SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=monotonic))
     error = fault_of("faulty_ranks:all_hang", 2, seconds=500, stall_seconds=5000)
     assert (error.ranks, error.status, error.cause) == ((0, 1), "timed out", "longer than 500 s")
@@ -195,7 +195,10 @@ def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGKILL, 2)])
 def test_ranks_end_with_the_process_that_started_them(number, ranks, tmp_path, monkeypatch):
     program = f"""
+        import pytest
+        from forked_ranks import fork_ranks
         from hilbert_lib.launch.workers import run_ranks
+        fork_ranks(pytest.MonkeyPatch())
         run_ranks("faulty_ranks:all_hang", {ranks}, backend="gloo")
     """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
