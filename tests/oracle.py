@@ -14,6 +14,7 @@ a test's own       attends(query, key)
 from collections.abc import Callable, Iterator
 from functools import cache, reduce
 from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -370,20 +371,23 @@ def places_along(
 
 
 @cache
-def entries_of(near, sides: tuple[int, ...]) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """For each cell of a grid, row by row: the cells that it sees, each with its entry in a table with these sides."""
+def entries_of(near, sides: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """All pairs of a cell of a grid and one that it sees, cell by cell: their positions, row by row, and their entries.
+
+    The entries, one along each axis, are those of a table with these sides: (pairs, axes).
+    """
     rules = zip(near.shape, near.window, near.dilation, near.stride, near.is_causal, near.edge, sides, strict=True)
     lines = [places_along(*axis) for axis in rules]
-    entries = []
-    for cell in product(*map(range, near.shape)):
-        found = []
+    cells, keys, entries = [], [], []
+    for number, cell in enumerate(product(*map(range, near.shape))):
         for seen in product(*(line[x].items() for line, x in zip(lines, cell, strict=True))):
             position = 0
             for (key, _), side in zip(seen, near.shape, strict=True):
                 position = position * side + key
-            found.append((position, tuple(entry for _, entry in seen)))
-        entries.append(found)
-    return entries
+            cells.append(number)
+            keys.append(position)
+            entries.append([entry for _, entry in seen])
+    return torch.tensor(cells), torch.tensor(keys), torch.tensor(entries)
 
 
 def bias_of(pattern, bias: Tensor, cells, group: int) -> Tensor:
@@ -394,14 +398,16 @@ def bias_of(pattern, bias: Tensor, cells, group: int) -> Tensor:
     heads, sides = len(bias), tuple(bias.shape[1:])
     by_head = getattr(pattern, "by_head", pattern)
     by_head = by_head if isinstance(by_head, tuple) else (by_head,) * (heads // group)
+    length = prod(shape_of(by_head))
+    row_of = torch.full((length,), -1)
+    row_of[list(cells)] = torch.arange(len(cells))
     added = []
     for head in range(heads):
-        seen = entries_of(by_head[head // group], sides)
-        pairs = [(row, key, entry) for row, cell in enumerate(cells) for key, entry in seen[cell]]
-        at_rows, at_keys, at_entries = zip(*pairs, strict=True)
-        values = bias[head][tuple(torch.tensor(at_entries, device=bias.device).T)]
-        places = torch.tensor(at_rows, device=bias.device), torch.tensor(at_keys, device=bias.device)
-        length = len(seen)
+        pairs = entries_of(by_head[head // group], sides)
+        is_asked = row_of[pairs[0]] >= 0
+        seen_by, keys, entries = (x[is_asked].to(bias.device) for x in pairs)
+        values = bias[head][tuple(entries.T)]
+        places = row_of.to(bias.device)[seen_by], keys
         added.append(bias.new_zeros(len(cells), length).index_put(places, values))
     return torch.stack(added)
 
