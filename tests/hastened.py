@@ -23,7 +23,7 @@ OF_WIDE_STEPS = {"bf16", "fp8e5", "fp8e4nv"}  # which numpy does not have, and h
 CONVERSIONS = {f"create_{name}" for name in ("int_cast", "si_to_fp", "ui_to_fp", "fp_ext", "splat", "broadcast")}
 TILES = {}  # all that a type of tiles holds, by the name of its elements and its sides
 NUMPY_TYPES = {}  # numpy's, by the names of Triton's
-ELEMENTS, BYTES = {}, {}  # by the name of a handle's type: what its pointers point to, and the bytes of its numbers
+ELEMENTS = {}  # what pointers point to, by the name of their handle's type
 
 
 def hasten() -> None:
@@ -97,7 +97,7 @@ class Operator:
     """One of the language's operators, of a tile and what stands beside it.
 
     What numpy computes for two kinds of operands, and which types these need, is found once. numpy makes them as wide
-    as each other.
+    as each other; its results are no wider than they, which Triton would ask of each.
     """
 
     def __init__(self, own: Callable, is_reversed: bool):
@@ -132,10 +132,7 @@ class Operator:
                 other_handle = other.handle if for_other is None else cast_handle(other, for_other)
             if is_reversed:
                 handle, other_handle = other_handle, handle
-            data, dtype = compute(handle.data, other_handle.data), handle.dtype
-            if data.itemsize > (BYTES.get(dtype.name) or width_of(dtype)):
-                data = data.astype(numpy_type(dtype))
-            return tensor(handle_of(data, dtype), result)
+            return tensor(handle_of(compute(handle.data, other_handle.data), handle.dtype), result)
 
         return operate
 
@@ -185,13 +182,6 @@ def on_arrays(function: Callable, first: tl.dtype) -> Callable:
 def quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Division as Triton's language has it, towards zero."""
     return (a - np.fmod(a, b)) // b
-
-
-def width_of(dtype: tl.dtype) -> int:
-    """Bytes of the widest numbers that a handle of this type may hold."""
-    if dtype.name not in BYTES:
-        BYTES[dtype.name] = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
-    return BYTES[dtype.name]
 
 
 def indexed(own: Callable) -> Callable:
