@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from click.testing import CliRunner
+from forked_ranks import fork_ranks
 
 from hilbert_lib import DilatedAttention, DilatedPattern, Ordering
 from hilbert_lib.cli import main as cli
@@ -47,6 +48,7 @@ def test_every_recipe_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", RECIPES[title], re.S)
+    fork_ranks(monkeypatch)
     recipe = ModuleType("recipe")
     monkeypatch.setitem(sys.modules, "recipe", recipe)  # where torch looks for the functions that it traces
     exec(code, vars(recipe))

@@ -100,7 +100,8 @@ hilbert_lib.explain_backend(q, q, q, hilbert_lib.DilatedPattern((4, 8), (1, 2)))
 print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])), os.environ.get("TRITON_INTERPRET"))
 """
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(module.PACKAGE.parent)])}
+    paths = str(tmp_path), str(module.PACKAGE.parent), os.environ["PYTHONPATH"]
+    variables |= {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, "-c", script, *modules], env=variables, capture_output=True, text=True, timeout=PATIENCE
     )

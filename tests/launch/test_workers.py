@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import refusals
+from forked_ranks import fork_ranks
 from own_processes import PATIENCE
 
 from hilbert_lib.launch.workers import RankError, run_ranks
@@ -44,7 +45,8 @@ def test_every_rank_is_called_and_what_rank_0_prints_is_seen_while_it_runs(tmp_p
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_rank_that_ends_badly_after_its_result_has_not_failed():
+def test_a_rank_that_ends_badly_after_its_result_has_not_failed(monkeypatch):
+    fork_ranks(monkeypatch)
     assert run_ranks("faulty_ranks:aborting_at_its_end", 2, backend="gloo") == [0, 1]
 
 
@@ -150,6 +152,7 @@ def test_rings_over_two_launchers_compute_what_one_process_does(job, monkeypatch
 def test_the_pages_call_returns_one_value_a_rank(job, monkeypatch):
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    fork_ranks(monkeypatch)
     names = {}
     exec(block("run_ranks(").replace("65536", "256"), names)
     assert names["shapes"] == [[1, 128, 8, 64]] * 2
