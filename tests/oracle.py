@@ -14,7 +14,6 @@ a test's own       attends(query, key)
 from collections.abc import Callable, Iterator
 from functools import cache, reduce
 from itertools import product
-from math import prod
 
 import torch
 from torch import Tensor
@@ -398,7 +397,7 @@ def bias_of(pattern, bias: Tensor, cells, group: int) -> Tensor:
     heads, sides = len(bias), tuple(bias.shape[1:])
     by_head = getattr(pattern, "by_head", pattern)
     by_head = by_head if isinstance(by_head, tuple) else (by_head,) * (heads // group)
-    length = prod(shape_of(by_head))
+    length = reduce(lambda cells, side: cells * side, shape_of(by_head))
     row_of = torch.full((length,), -1)
     row_of[list(cells)] = torch.arange(len(cells))
     added = []
