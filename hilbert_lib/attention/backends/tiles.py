@@ -234,8 +234,9 @@ def _only_step(inputs: Tensors, request: Request, kernel: Kernel) -> _Step | Non
         return None
     near = next(iter(request.heads_by_window))
     tile_groups, _ = _groups(inputs, near, request, kernel)
-    is_only = len(tile_groups) == 1 and tile_groups[0].is_whole
-    return next(_steps(inputs, near, request, kernel)) if is_only else None
+    if len(tile_groups) > 1 or not tile_groups[0].is_whole:
+        return None
+    return _step(tile_groups[0].kept or tile_groups[0].tiles(0, 1), inputs, request)
 
 
 def _groups(inputs: Tensors, near: Neighbourhood, request: Request, kernel: Kernel) -> tuple[list[Group], int]:
@@ -256,30 +257,30 @@ def _groups(inputs: Tensors, near: Neighbourhood, request: Request, kernel: Kern
 
 
 def _steps(inputs: Tensors, near: Neighbourhood, request: Request, kernel: Kernel) -> Iterator[_Step]:
-    q, k, v, extra_k, extra_v, bias = inputs
-    batch, _, heads, _ = q.shape
-    group, extra, dtype = heads // k.shape[2], extra_k.shape[1], WORKING_DTYPE[q.dtype]
-    bias = None if bias is None else bias.to(dtype).flatten(1)
-    extra_k, extra_v = extra_k.to(dtype), extra_v.to(dtype)
+    batch, _, heads, _ = inputs.q.shape
     tile_groups, chunk = _groups(inputs, near, request, kernel)
-    for tile_group in tile_groups:
-        count = max(1, chunk // (batch * heads * tile_group.rows * (tile_group.keys + extra)))
-        firsts = range(0, tile_group.count, count)
-        for first in firsts[:3] if q.is_meta else firsts:  # where memory is counted: the others take no more
-            tiles = tile_group.kept
-            if tiles is None or count < tile_group.count:
-                tiles = tile_group.tiles(first, min(count, tile_group.count - first))
-            queries, keys, added = _stored(tiles, request, q, k)
-            step_q = _of_queries(q, queries, tiles.count, group).to(dtype)
-            step_k, step_v = (_by_tile(x, keys, tiles.count).to(dtype) for x in (k, v))
-            if extra:
-                step_k, step_v = (
-                    torch.cat([x, y.repeat_interleave(tiles.count, 0)], 1)
-                    for x, y in ((step_k, extra_k), (step_v, extra_v))
-                )
-            added = _added(added, keys, tiles, request, batch, group, extra, bias)
-            problem = Problem(request.scale, False, added=added)
-            yield _Step(tiles, queries, keys, group, step_q, step_k.transpose(1, 2), step_v.transpose(1, 2), problem)
+    for group in tile_groups:
+        count = max(1, chunk // (batch * heads * group.rows * (group.keys + inputs.extra_k.shape[1])))
+        if group.kept is not None and count >= group.count:
+            yield _step(group.kept, inputs, request)
+            continue
+        firsts = range(0, group.count, count)
+        for first in firsts[:3] if inputs.q.is_meta else firsts:  # where memory is counted: the others take no more
+            yield _step(group.tiles(first, min(count, group.count - first)), inputs, request)
+
+
+def _step(tiles: Tiles, inputs: Tensors, request: Request) -> _Step:
+    q, k, v, extra_k, extra_v, bias = inputs
+    group, dtype = q.shape[2] // k.shape[2], WORKING_DTYPE[q.dtype]
+    queries, keys, added = _stored(tiles, request, q, k)
+    q = _of_queries(q, queries, tiles.count, group).to(dtype)
+    k, v = (_by_tile(x, keys, tiles.count).to(dtype) for x in (k, v))
+    if extra_k.shape[1]:
+        extra = (x.to(dtype).repeat_interleave(tiles.count, 0) for x in (extra_k, extra_v))
+        k, v = (torch.cat(both, 1) for both in zip((k, v), extra, strict=True))
+    added = _added(added, keys, tiles, request, len(inputs.q), group, extra_k.shape[1], bias)
+    problem = Problem(request.scale, False, added=added)
+    return _Step(tiles, queries, keys, group, q, k.transpose(1, 2), v.transpose(1, 2), problem)
 
 
 def _stored(tiles: Tiles, request: Request, q: Tensor, k: Tensor) -> tuple[Rows, Rows, Tensor]:
@@ -300,7 +301,7 @@ def _added(
     added: Tensor, keys: Rows, tiles: Tiles, request: Request, batch: int, group: int, extra: int, bias: Tensor | None
 ) -> Tensor:
     # What is added to the scores of some tiles: (batch * tiles or 1, kv_heads or 1, group * rows, keys + extra).
-    # added: (tiles, rows, keys), 0 or -inf. bias: (heads, entries).
+    # added: (tiles, rows, keys), 0 or -inf.
     count, has_padding = tiles.count, request.key_padding_mask is not None
     if bias is None and not extra and not has_padding and group == 1 and 1 in (batch, count):
         return added[:, None]
@@ -311,8 +312,8 @@ def _added(
     added = added[:, :, None, None]  # [batch or 1, tiles, kv_heads or 1, group or 1, rows, keys]
     if bias is not None:
         entries = _flat_entries([x.entries for x in tiles.bias], request.pattern.bias_sides)
-        own = bias.view(-1, group, bias.shape[1])[:, :, entries]  # [kv_heads, group, tiles, rows, keys]
-        added = added + own.permute(2, 0, 1, 3, 4)
+        own = bias.to(added.dtype).flatten(1).unflatten(0, (-1, group))[:, :, entries]
+        added = added + own.permute(2, 0, 1, 3, 4)  # [kv_heads, group, tiles, rows, keys] before
     if extra:
         added = pad(added, (0, extra))
         if request.extra_padding_mask is not None:
