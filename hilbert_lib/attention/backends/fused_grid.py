@@ -126,6 +126,7 @@ BACKENDS = (
         limits=_hopper_limits,
         of_keys=_of_keys,
         here=hopper_here,
+        caveat="a NaN in a key reaches gradients of queries that do not see it, in its boxes",
         workspace=_hopper_workspace,
         options=("part", *BIAS),
     ),
