@@ -267,9 +267,16 @@ def _manifest(run: Path) -> dict:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def committed_records(notebook: str = "06_kernel_benchmarks", file: str = RESULTS) -> list[dict]:
-    """The records of a notebook's `newest_run`; empty where there is none."""
+def committed_records(
+    notebook: str = "06_kernel_benchmarks", file: str = RESULTS, *, with_gpu: bool = True
+) -> list[dict]:
+    """The records of a notebook's `newest_run`; empty where there is none.
+
+    with_gpu: whether those of a machine without a GPU do not count; they do where no other run is.
+    """
     run = newest_run(notebook, file)
+    if run is None and not with_gpu:
+        run = newest_run(notebook, file, machines=REPORTS.glob(MACHINES))
     return read_records(run / file) if run else []
 
 
