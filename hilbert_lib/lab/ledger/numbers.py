@@ -47,6 +47,7 @@ from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.video import step_table
 from hilbert_lib.lab.tables import both_ways, fused_name
+from hilbert_lib.lab.training import KIND as TRAINING
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
@@ -334,8 +335,7 @@ def _searched_and_approximated() -> dict:
     """Fewer keys that a search over points finds at most, in percent; and how far two resolutions, a window and chosen
     blocks are off full attention, in percent, at as many keys.
     """
-    run = newest_run(DIRECTIONS) or newest_run(DIRECTIONS, machines=REPORTS.glob(MACHINES))
-    records = read_records(run / RESULTS)
+    records = committed_records(DIRECTIONS, with_gpu=False)
     search = annealing_table(records)
     ends = search.groupby(["cloud", "start"])["keys"].agg(["first", "last"])
     fewer = 1 - ends["last"].groupby("cloud").min() / ends["first"].xs(HALVED, level="start")
@@ -350,14 +350,17 @@ def _searched_and_approximated() -> dict:
     return slots | {"means_keys": int(errors["keys"].iloc[0]), "means_tokens": f"{side**2:,}"}
 
 
-def _learnt_orders() -> dict:
-    """Held-out loss with each order over that with rows, in words, of the record of a GPU."""
-    if not (records := committed_records(DIRECTIONS)):
-        return {"learnt_orders": "not recorded yet"}
-    cases = learning.orders_over_rows(records)
-    told = (f"{row.name} {row.value:.3f} ({row.low:.3f} to {row.high:.3f})" for row in cases.itertuples(index=False))
-    about = f"{cases.seeds.iloc[0]} seeds, {cases.pictures.iloc[0]} pictures"
-    return {"learnt_orders": f"{', '.join(list(told)[1:])}; {about}"}
+def _learnt_orders() -> dict[str, str]:
+    """Held-out loss along each curve, and in a window, over that row by row; seeds, pictures and steps."""
+    found = committed_records(DIRECTIONS, with_gpu=False)
+    cases = learning.orders_over_rows(found).set_index("name")
+    slots = {}
+    for name, case in cases.drop(index=learning.ROWS).iterrows():
+        slots[f"learnt_{name}"] = f"{case.value:.2f}"
+        slots[f"learnt_{name}_ends"] = f"{case.low:.2f} to {case.high:.2f}"
+    (steps,) = {record["parameters"]["steps"] for record in found if record.get("kind") == TRAINING}
+    counts = {"seeds": cases.seeds.iloc[0], "pictures": cases.pictures.iloc[0], "steps": steps}
+    return slots | {f"learnt_{what}": f"{count:,}" for what, count in counts.items()}
 
 
 def _learning() -> dict[str, str]:

@@ -23,7 +23,7 @@ from hilbert_lib.lab.records import CAME_FROM, committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.patterns.dilated import DilatedPattern
 
-COUNTS = {"K": 12, "C": 9, "M": 6, "R": 8, "B": 13, "S": 2, "G": 3, "L": 1, "O": 3}  # by kind: the documents', and ours
+COUNTS = {"K": 12, "C": 9, "M": 6, "R": 8, "B": 13, "S": 2, "G": 3, "L": 2, "O": 3}  # by kind: the documents', and ours
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ QUOTED = {
     "B4": [(1.08 - 0.03, inf)], "B5": [(0.98 - 0.05, 0.98 + 0.05), (1.01, inf), (1.01, inf)], "B6": [(1.01, inf)],
     "B7": [(1.01, inf)], "B8": [(1.01, inf)], "B9": [(-inf, 1e-12)], "B10": [(0.001, inf)], "B12": [(0.99, 1.01)],
     "S2": [(-inf, 8e9 / 2**30), (1.01, inf)], "G1": [(1.01, inf)], "G2": [(1.01, inf)], "G3": [(1.01, inf)],
-    "L1": [(1, inf)],
+    "L1": [(1, inf)], "L2": [(-inf, 1)],
 }  # fmt: skip
 SPOKEN = {"K9": ["dilation == 1", "dilation > 1 and length <= 16384", "dilation > 1 and length >= 32768"]}
 SPOKEN |= {"K8": ["length == 1024", "length == 2048", "length == 4096", "length >= 8192"]}
@@ -189,7 +189,7 @@ def test_each_case_is_judged_by_the_range_that_speaks_of_it():
 def learnt(sweep, name, losses):
     sides = [{"name": name, "parameters": {"sweep": sweep, "seed": seed}} for seed in range(len(losses))]
     return [
-        {"kind": "training", **side, "loss": loss, "weights": 1, "seconds": 1.0}
+        {"kind": "training", **side, "loss": loss, "losses": [loss, loss], "weights": 1, "seconds": 1.0}
         for side, loss in zip(sides, losses, strict=True)
     ]
 
@@ -226,6 +226,9 @@ MADE_UP = {
             *learnt("pictures", "windows", (0.01, 0.02, 0.03)),
             *learnt("pictures", "itself alone", (0.04, 0.04, 0.05))],
            "does not hold (1 of 2 cases)", [(7.6 - 6.3) / 3 / 0.2, (0.13 - 0.06) / 3 / 0.02]),
+    "L2": ([*learnt("orders", "raster", (2.0, 2.0)), *learnt("orders", "morton", (1.0, 1.0)),
+            *learnt("orders", "hilbert", (1.0, 4.0)), *learnt("orders", "windows", (4.0, 4.0))],
+           "does not hold (1 of 2 cases)", [0.5, 1.0]),
     "M1": ([comparison("build", "call", 1.0, what="Hilbert ordering", **TABLES)], HOLDS, [0.5]),
     "R4": ([{**RING, "ranks": 1},
             {**RING, "ranks": 4, "tokens": 256, "forward_samples_ms": [4.0] * 3, "hidden_forward": 0.2}],

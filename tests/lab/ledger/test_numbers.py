@@ -77,6 +77,12 @@ def test_what_became_of_the_other_ideas_is_counted_or_of_the_record():
     near, alone = (statistics.mean(errors[way]) for way in ("near tokens and means", "near tokens alone"))
     assert slots["means_near"] == f"{100 * near:.1f}"
     assert slots["means_gain"] == f"{alone / near:.1f}"
+    losses = {}
+    for record in kinds["training"]:
+        losses.setdefault(record["name"], []).extend(record["losses"])
+    for name in ("morton", "hilbert", "windows"):
+        ratios = [loss / of_rows for loss, of_rows in zip(losses[name], losses["raster"], strict=True)]
+        assert slots[f"learnt_{name}"] == f"{statistics.geometric_mean(ratios):.2f}"
 
 
 def test_speeds_are_those_of_the_records_samples():

@@ -7,7 +7,7 @@ ring         R: several GPUs
 backends     B: backends, dtypes, buffers, CUDA graphs
 safety       S: limits of memory
 grids        G: three claims of our own, of windows on grids and points
-learning     L: one of our own, of models that learn
+learning     L: two of our own, of models that learn
 options      O: three of our own, of the options of a call and of a video model
 only         parameters that measure one sweep of a notebook alone
 

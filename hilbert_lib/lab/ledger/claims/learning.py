@@ -1,7 +1,8 @@
-"""A claim of our own, of small models that learn."""
+"""Two claims of our own, of small models that learn."""
 
 from hilbert_lib.lab.ledger import learning
 from hilbert_lib.lab.ledger.claim import Band, Claim
+from hilbert_lib.lab.ledger.claims import only
 
 CLAIMS = (
     Claim(
@@ -17,6 +18,23 @@ CLAIMS = (
         measure=learning.over_the_spread,
         claimed=(Band(least=1.0),),
         verdict="holds",
+        device="cpu",
+    ),
+    Claim(
+        "L2",
+        claim="with dilated attention a small model learns more from pictures along a curve than row by row",
+        source="notebook 14",
+        question=(
+            "held-out loss along Morton's and Hilbert's curve over that row by row; same weights, batches, steps and "
+            "work; the interval is of seeds and held-out pictures drawn anew"
+        ),
+        quantity="loss over loss",
+        record="14_directions",
+        measure=learning.curves_over_rows,
+        claimed=(Band(most=1.0),),
+        verdict="holds",
+        note="a window of the same work learns more still (notebook 14)",
+        only=only.ORDERS,
         device="cpu",
     ),
 )
