@@ -10,6 +10,7 @@ segments are folded into one where the strides allow it; otherwise the shorter o
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -246,35 +247,81 @@ class Step:
     key_part: Callable[..., StridedRows]  # and for each key
 
 
+class _Layout(NamedTuple):
+    """A view as `as_strided` makes it; the offset counts from a tensor's first element."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """The view of a tensor."""
+        return x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset)
+
+
+class _Plan(NamedTuple):
+    """One dense attention of every call with tensors of the same shapes and strides."""
+
+    block: _Block
+    member: int  # of the query heads of each KV head
+    fold: _Fold
+    causal_shift: int
+    queries: tuple[_Layout, ...]
+    keys: tuple[_Layout, ...]
+
+
 def steps(call: Request, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:
     """The dense attentions that one call falls into.
 
     query_side: q and what has its rows, (batch, queries, heads, ...); key_side: k, v and what has their rows.
     """
-    batch, queries, heads, _ = query_side[0].shape
-    _, keys, kv_heads, _ = key_side[0].shape
-    group = heads // kv_heads
-    members = [x.unflatten(2, (kv_heads, group)) for x in query_side]
-    first = call.query_start or 0
+    batch, _, heads, _ = query_side[0].shape
+    kv_heads, first = key_side[0].shape[2], call.query_start or 0
+    group, masked = heads // kv_heads, None
     is_masked = call.dropout_p > 0.0 or call.key_padding_mask is not None
-    for block in _blocks(call.pattern, first, queries, keys, kv_heads, is_masked):
-        start = block.start - first
+    forms = (tuple((x.shape, x.stride()) for x in side) for side in (query_side, key_side))
+    for plan in _plans(call.pattern, first, *forms, is_masked):
+        block, member, fold = plan.block, plan.member, plan.fold
+        if masked != (block, member):
+            masks, masked = _masks(call, block, batch, range(member, heads, group), query_side[0]), (block, member)
+        query_heads, key_heads = range(member, heads, group)[block.kv_heads], range(kv_heads)[block.kv_heads]
+        yield Step(
+            Problem(call.scale, call.is_causal, plan.causal_shift, *map(fold.of_mask, masks)),
+            [layout.of(x) for layout, x in zip(plan.queries, query_side, strict=True)],
+            [layout.of(x) for layout, x in zip(plan.keys, key_side, strict=True)],
+            block.rate,
+            block.branch == 0 or call.pattern.mixing == "head_groups",
+            partial(fold.part, block, block.start - first + block.first_query, query_heads),
+            partial(fold.part, block, block.start + block.first_key, key_heads),
+        )
+
+
+@lru_cache(maxsize=256)
+def _plans(
+    pattern: DilatedPattern, first: int, query_forms: tuple, key_forms: tuple, is_masked: bool
+) -> tuple[_Plan, ...]:
+    # first: position of the first query. query_forms, key_forms: the shape and strides of each tensor.
+    # The views are taken once, of tensors without memory.
+    nothing, plans = torch.empty(0, device="meta"), []
+    query_side, key_side = ([nothing.as_strided(*form) for form in forms] for forms in (query_forms, key_forms))
+    _, queries, heads, _ = query_side[0].shape
+    _, keys, kv_heads, _ = key_side[0].shape
+    members = [x.unflatten(2, (kv_heads, heads // kv_heads)) for x in query_side]
+    for block in _blocks(pattern, first, queries, keys, kv_heads, is_masked):
         causal_shift = (block.first_query - block.first_key) // block.rate
         key_views = [block.view(x, block.start, block.first_key, block.keys) for x in key_side]
-        for member in range(group):
-            query_views = [block.view(x[:, :, :, member], start, block.first_query, block.queries) for x in members]
-            masks = _masks(call, block, batch, range(member, heads, group), query_side[0])
+        for member in range(heads // kv_heads):
+            query_views = [
+                block.view(x[:, :, :, member], block.start - first, block.first_query, block.queries) for x in members
+            ]
             for fold in _folds([*query_views, *key_views]):
-                query_heads, key_heads = range(member, heads, group)[block.kv_heads], range(kv_heads)[block.kv_heads]
-                yield Step(
-                    Problem(call.scale, call.is_causal, causal_shift, *map(fold.of_mask, masks)),
-                    [fold.of_rows(x) for x in query_views],
-                    [fold.of_rows(x) for x in key_views],
-                    block.rate,
-                    block.branch == 0 or call.pattern.mixing == "head_groups",
-                    partial(fold.part, block, start + block.first_query, query_heads),
-                    partial(fold.part, block, block.start + block.first_key, key_heads),
-                )
+                sides = (tuple(_layout(fold.of_rows(x)) for x in views) for views in (query_views, key_views))
+                plans.append(_Plan(block, member, fold, causal_shift, *sides))
+    return tuple(plans)
+
+
+def _layout(x: Tensor) -> _Layout:
+    return _Layout(tuple(x.shape), x.stride(), x.storage_offset())
 
 
 def _folds(views: list[Tensor]) -> list[_Fold]:
