@@ -211,7 +211,7 @@ def test_forward_is_what_a_method_or_a_backends_function_is_called():
 def kernels() -> dict[str, tile_shapes.Module]:
     """The modules with Triton kernels."""
     below = {"hilbert_lib.attention.triton": "attention/triton"}
-    below |= {f"hilbert_lib.{room}": room for room in ("curves", "patterns")}
+    below |= {f"hilbert_lib.{room.replace('/', '.')}": room for room in ("curves", "patterns", "lab/inside")}
     return {name: module for package, room in below.items() for name, module in tile_shapes.read(ROOT / room, package)}
 
 

@@ -144,7 +144,7 @@ ROOMS = (
     *(f"hilbert_lib.{name}" for name in ("attention", "curves", "launch", "limits", "patterns", "ring")),
 )
 ROOMS += "hilbert_lib.ring.plan", "hilbert_lib.lab"
-ROOMS += tuple(f"hilbert_lib.lab.{name}" for name in ("cache", "figures", "guarded", "ledger", "sweeps"))
+ROOMS += tuple(f"hilbert_lib.lab.{name}" for name in ("cache", "figures", "guarded", "inside", "ledger", "sweeps"))
 
 
 def listed(room):

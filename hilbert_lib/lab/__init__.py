@@ -24,6 +24,7 @@ selection     a backend chosen by measurement
 guarded       points in processes of their own, within limits of memory and time
 cache         what caches and memory see, modelled
 sweeps        what each notebook measures
+inside        kernels as a lesson, which numpy runs too
 
 What becomes of it:
 
