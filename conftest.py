@@ -4,7 +4,9 @@ import gc
 import os
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -21,6 +23,36 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.enviro
 # What the modules and the tests made lives to the end: neither the many imports nor the collections of garbage with
 # which measurements of memory begin need to go through it.
 gc.disable()
+
+
+kernels = None  # what is copied for notebooks that follow each other
+
+
+def pytest_collection_finish(session):
+    nbval = sys.modules.get("nbval.kernel")
+    if len({item.path for item in session.items if item.path.suffix == ".ipynb"}) > 1:
+        nbval.start_new_kernel = partial(start_kernel, nbval.start_new_kernel)
+
+
+def start_kernel(start, *arguments, **options):
+    """A kernel for nbval, in the place of its own function."""
+    from copied_kernels import CopiedKernels
+
+    global kernels
+    kernels = kernels or CopiedKernels()
+    if not kernels.can_copy:
+        return start(*arguments, **options)
+    with patch("jupyter_client.provisioning.local_provisioner.launch_kernel", kernels.launch):
+        return start(*arguments, **options)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    yield
+    global kernels
+    if kernels is not None and (nextitem is None or nextitem.path.suffix != ".ipynb"):
+        kernels.end()
+        kernels = None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,7 +80,8 @@ def pytest_collection_modifyitems(items):
         # What is interpreted without a GPU is compiled where there is one: there `make test-gpu` runs it.
         if str(getattr(getattr(item, "module", None), "DEVICE", "")) == "cuda" and not item.get_closest_marker("full"):
             item.add_marker("gpu")
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    # Notebooks follow each other: one process is copied for them.
+    items.sort(key=lambda item: (item.path.suffix == ".ipynb", [*LONG, item.path.stem].index(item.path.stem)))
     lacking = [
         (marker, f"needs {gpus} CUDA device(s)")
         for marker, gpus in (("gpu", 1), ("multigpu", 2))

@@ -1,0 +1,137 @@
+"""Notebooks' kernels that are copies of one process, which has loaded what most of them load: torch and the figures.
+
+That takes two to four seconds of each kernel. Not where there is a GPU, which no copy of a process can use. Kernels
+that a test kills, or whose parent it asks for, are started as everywhere: only nbval's are copies.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+
+import psutil
+
+LOADED = ("torch", "torch._dynamo", "pandas", "matplotlib.pyplot", "ipykernel.ipkernel", "ipykernel.kernelapp")
+LOADED += ("ipywidgets", "hilbert_lib.lab", "hilbert_lib.lab.figures.record")
+INTERPRETING = "TRITON_INTERPRET"
+
+
+class CopiedKernels:
+    """The process that is copied, as the one that runs the notebooks sees it."""
+
+    def __init__(self):
+        own, other = socket.socketpair()
+        command = [sys.executable, "-P", __file__, str(other.fileno())]
+        env = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as a kernel sets it
+        self._process = subprocess.Popen(command, pass_fds=[other.fileno()], env=env, stdin=subprocess.DEVNULL)
+        other.close()
+        self._channel, self._answers = own, own.makefile("r")
+        self.can_copy = json.loads(self._answers.readline())
+
+    def launch(self, command: list[str], *, env: dict[str, str], cwd: str | None = None, **_) -> "Kernel":
+        """In the place of `jupyter_client.launcher.launch_kernel`."""
+        order = {"command": command, "env": env, "cwd": cwd or os.getcwd()}
+        self._channel.sendall(json.dumps(order).encode() + b"\n")
+        return Kernel(json.loads(self._answers.readline()))
+
+    def end(self) -> None:
+        """End the process, whose kernels have ended."""
+        self._answers.close()
+        self._channel.close()
+        self._process.wait()
+
+
+class Kernel:
+    """What is asked of a kernel's `subprocess.Popen`."""
+
+    stdin = stdout = stderr = returncode = None
+
+    def __init__(self, pid: int):
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE:
+                return None
+        self.returncode = 0
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        while self.poll() is None:
+            time.sleep(0.02)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def serve(channel: socket.socket) -> None:
+    """Load what kernels load, and copy this process for each order."""
+    import torch
+
+    can_copy = not torch.cuda.is_available()
+    if can_copy:
+        from hilbert_lib.machine import prepare_kernels
+
+        prepare_kernels()  # before torch's compiler loads Triton
+        for name in LOADED:
+            importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, _reap)
+    channel.sendall(json.dumps(can_copy).encode() + b"\n")
+    for line in channel.makefile("r"):
+        if os.fork() == 0:
+            os.setsid()  # before it is known: whoever interrupts a kernel interrupts its group
+            channel.sendall(f"{os.getpid()}\n".encode())
+            channel.close()
+            _run(**json.loads(line))
+
+
+def _reap(*_) -> None:
+    # Waited for at once: their processor time is then this process's, and its parent's.
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _run(command: list[str], env: dict[str, str], cwd: str) -> None:
+    from copied_ranks import CopyingRanks
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # as nbval has it
+    os.chdir(cwd)
+    interpreting = {name: os.environ[name] for name in (INTERPRETING,) if name in os.environ}
+    os.environ.clear()
+    os.environ.update(env | interpreting)
+    sys.meta_path.insert(0, CopyingRanks())
+    _, _, module, *sys.argv[1:] = command
+    status = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
