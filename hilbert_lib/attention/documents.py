@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.dropout import NAME, name_table, named
+from hilbert_lib.attention.dropout import NAME, Branch, name_table, named
 from hilbert_lib.attention.request import Request
 from hilbert_lib.checks import dense_tensor, integer
 from hilbert_lib.internals import assert_async
@@ -88,7 +88,7 @@ def _some(numbers: list[int]) -> str:
 def documents(call: Request, q: Tensor, kv_heads: int) -> Iterator[tuple[slice, Request]]:
     """The rows of each document and the call that it is by itself. Dropout is that of a batch of them."""
     heads = torch.arange(q.shape[2], device=q.device)
-    parts = call.pattern.part_count(kv_heads)
+    branches = [Branch(part, *call.pattern.branch_of(part)) for part in range(call.pattern.part_count(kv_heads))]
     for number, rows in enumerate(rows_of(call.cu_seqlens, q.shape[1], call.max_seqlen)):
         if rows.start == rows.stop:
             continue
@@ -96,5 +96,5 @@ def documents(call: Request, q: Tensor, kv_heads: int) -> Iterator[tuple[slice, 
         if seed is not None:
             names = torch.tensor([number, 0, 1, 0, 0, 0, 0], device=q.device).repeat(1, len(heads), 1)
             names[..., 1] = heads
-            seed = named(seed, name_table(names.view(1, -1, NAME), tuple(range(parts))))
+            seed = named(seed, name_table(names.view(1, -1, NAME), branches))
         yield rows, replace(call, cu_seqlens=None, max_seqlen=None, seed=seed)

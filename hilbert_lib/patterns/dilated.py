@@ -183,6 +183,10 @@ class DilatedPattern(Pattern):
         """The (segment length, dilation rate) of each branch."""
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
+    def branch_of(self, part: int) -> tuple[int, int]:
+        """The (segment length, dilation rate) of a branch; for a number without one, those of any pattern."""
+        return self.branches[part] if part < len(self.branches) else super().branch_of(part)
+
     def offset(self, branch: int, kv_head: int, kv_heads: int) -> int:
         """The residue that a KV head takes inside the segments of a branch.
 

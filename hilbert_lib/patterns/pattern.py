@@ -11,6 +11,7 @@ from torch import Tensor
 
 COUNTED_AT_ONCE = 2**24  # pairs of one mask
 KEYS_AT_ONCE = 2**20  # of one query, in one mask
+POSITIONS = 2**31 - 1  # no sequence is longer
 SEPARATORS = frozenset(" ,|")  # characters between the words of a specification
 KINDS: dict[str, type["Pattern"]] = {}  # kind, the first word of a specification -> class of the pattern
 Specification = tuple[str, tuple[int, ...]]  # a pattern as the operators take it: words, and integers
@@ -70,6 +71,10 @@ class Pattern:
     def head_parts(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
         """Numbers of the parts through which a KV head sees keys."""
         return (0,)
+
+    def branch_of(self, part: int) -> tuple[int, int]:
+        """The segment length and rate by which dropout numbers the keys of a part: by default one segment of all."""
+        return POSITIONS, 1
 
     def mask(
         self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False

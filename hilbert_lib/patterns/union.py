@@ -86,6 +86,17 @@ class Union(Pattern):
             for part in pattern.head_parts(kv_head, kv_heads)
         )
 
+    def branch_of(self, part: int) -> tuple[int, int]:
+        """What numbers the keys of a part; see `Pattern.branch_of`.
+
+        >>> from hilbert_lib import DilatedPattern
+        >>> union = Union((DilatedPattern((4, 8), (1, 2)), DilatedPattern((6,), (3,))))
+        >>> [union.branch_of(part) for part in range(3)]
+        [(4, 1), (6, 3), (8, 2)]
+        """
+        pattern_part, number = divmod(part, len(self.patterns))
+        return self.patterns[number].branch_of(pattern_part)
+
     def mask(self, part: int, queries: Tensor, keys: Tensor, **options) -> Tensor:
         """Whether each pair of positions attends through one part; options as in `Pattern.mask`."""
         pattern_part, number = divmod(part, len(self.patterns))

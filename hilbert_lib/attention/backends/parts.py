@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.dropout import is_named, name_table, named, of_branches
+from hilbert_lib.attention.dropout import Branch, is_named, name_table, named, of_branches
 from hilbert_lib.attention.merge import merge_results
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS
@@ -135,7 +135,8 @@ def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> 
     names = torch.tensor([0, 0, 1, 0, 0, 0, 0], device=q.device).repeat(q.shape[0], q.shape[2], 1)
     names[..., 0] = torch.arange(q.shape[0], device=q.device)[:, None]
     names[..., 1] = torch.arange(q.shape[2], device=q.device)
-    return named(seed, name_table(names, branches))
+    of_union = [Branch(branch, *union.branch_of(branch)) for branch in branches]
+    return named(seed, name_table(names, of_union))
 
 
 def _forward(name: str, backends_for: BackendsFor, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.dropout import keep_mask
+from hilbert_lib.attention.dropout import Branch, keep_mask
 from hilbert_lib.attention.grid_parts import as_returned, cells_of, padding_of
 from hilbert_lib.attention.request import BIAS, WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts, lengths_of, positions_of
@@ -186,7 +186,7 @@ def _dropout_factor(
         request.dropout_p,
         batch=torch.arange(batch, device=queries.device)[:, None, None, None],
         head=torch.arange(heads.start, heads.stop, device=queries.device)[:, None, None],
-        branch=part,
+        branch=Branch(part, *request.pattern.branch_of(part)),
         queries=queries.clamp(min=0)[:, None, :, None],
         keys=keys.clamp(min=0)[:, None, None],
     )

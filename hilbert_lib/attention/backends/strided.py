@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import MOST_SEQUENCES
 from hilbert_lib.attention.backends.kernel import LSE_COLUMNS, Eager, Kernel, Problem, gradients
-from hilbert_lib.attention.dropout import keep_mask
+from hilbert_lib.attention.dropout import Branch, keep_mask
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, StridedRows, Tensors
 from hilbert_lib.machine import kernel_mode
@@ -353,7 +353,7 @@ def _masks(call: Request, block: _Block, batch: int, heads: range, q: Tensor) ->
             call.dropout_p,
             batch=torch.arange(batch, device=device)[:, None, None, None, None],
             head=head[:, None, None],
-            branch=block.branch,
+            branch=Branch(block.branch, *call.pattern.branch_of(block.branch)),
             queries=query[:, None, :, None],
             keys=key[:, None, None, :],
         ).to(WORKING_DTYPE[q.dtype]) / (1.0 - call.dropout_p)

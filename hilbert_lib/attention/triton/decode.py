@@ -315,7 +315,7 @@ def decode_kernel(
             m = largest  # [BLOCK_M]
             if DROPOUT:
                 weights *= geometry.dropout_factor(
-                    seed, drop_below, b, h[:, None], branch, position[:, None], key[None, :]
+                    seed, drop_below, b, h[:, None], branch, w, r, position[:, None], key[None, :]
                 )
             v_ptrs = v_head + slot[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
             v_tile = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]

@@ -9,6 +9,7 @@ import triton.language as tl
 from hilbert_lib.attention import dropout
 
 NAME = tl.constexpr(dropout.NAME)
+BRANCH = tl.constexpr(dropout.BRANCH)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that differ from call to call. Triton would compile most calls anew, for each kind of divisor.
 NOT_SPECIALIZED = [
@@ -164,13 +165,16 @@ def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, 
 
 
 @triton.jit
-def dropout_factor(seed, drop_below, b, h, branch, query, key):
+def dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query, key):
     """0 for a dropped pair, else 1 / (1 - dropout_p), with the bits of `attention.dropout.keep_mask`."""
     words = tl.load(seed)
     if seed.dtype.element_ty == tl.int32:  # a table that `attention.dropout.named` made
         words = (tl.load(seed + 1).to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
-        branch = tl.load(seed + 4 + branch)
-        name = seed + 4 + tl.load(seed + 3) + (b * tl.load(seed + 2) + h) * NAME  # [BLOCK_M, 1]
+        named_branch = seed + 4 + BRANCH * branch
+        branch = tl.load(named_branch)
+        segment_length = tl.load(named_branch + 1)
+        rate = tl.load(named_branch + 2)
+        name = seed + 4 + BRANCH * tl.load(seed + 3) + (b * tl.load(seed + 2) + h) * NAME  # [BLOCK_M, 1]
         b = tl.load(name)  # [BLOCK_M, 1]
         h = tl.load(name + 1)  # [BLOCK_M, 1]
         step = tl.load(name + 2)  # [BLOCK_M, 1]
@@ -179,12 +183,17 @@ def dropout_factor(seed, drop_below, b, h, branch, query, key):
             key + tl.where(key >= tl.load(name + 5), tl.load(name + 6), 0)
         )  # [rows, columns]
     zero = tl.zeros_like(query + key)  # [rows, columns]
-    bits, _, _, _ = tl.philox(  # [rows, columns] each
+    number = key % segment_length // rate + zero  # [rows, columns]
+    first, second, third, fourth = tl.philox(  # [rows, columns] each
         words,
-        (key + zero).to(tl.uint32),
+        (number // 4).to(tl.uint32),
         (query + zero).to(tl.uint32),
         (zero + (h | branch << 16)).to(tl.uint32),
         (zero + b).to(tl.uint32),
     )
+    which = number % 4  # [rows, columns]
+    bits = tl.where(
+        which < 2, tl.where(which == 0, first, second), tl.where(which == 2, third, fourth)
+    )  # [rows, columns]
     is_kept = bits.to(tl.int64) >= drop_below  # [rows, columns]
     return tl.where(is_kept, 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0)), 0.0).to(tl.float32)

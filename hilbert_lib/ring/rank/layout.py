@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.dropout import Branch
 from hilbert_lib.patterns.all_pairs import one_segment
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.plan import RingPlan
@@ -27,7 +28,7 @@ class Block:
     """Equal dense attentions of one branch: in each, every query sees every key; with is_causal, in which case queries
     and keys are the same rows, row i sees rows 0 to i."""
 
-    branch: int  # its name in dropout
+    branch: Branch  # its name in dropout
     is_causal: bool
     queries: Tensor  # (segments, rows, heads), their places
     keys: Tensor
@@ -203,7 +204,9 @@ class _RankPlan:
         for same in alike.values():
             queries, keys = (torch.cat(numbers, -1) for numbers in zip(*same, strict=True))
             tensors = find_queries(queries), find_keys(keys), self._names(number, queries, keys)
-            yield Block(self.branch_names[number], is_causal, *(x.to(self.device) for x in tensors))
+            branch = self.plan.branches[number]
+            name = Branch(self.branch_names[number], branch.segment_length, branch.dilation_rate)
+            yield Block(name, is_causal, *(x.to(self.device) for x in tensors))
 
     def _names(self, number: int, queries: Tensor, keys: Tensor) -> Tensor:
         # `Block.names` of rows' numbers (segments, rows, heads). Keys have at most one gap: where they come from ranks

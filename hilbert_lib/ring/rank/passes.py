@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.dropout import name_table, named
+from hilbert_lib.attention.dropout import Branch, name_table, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.zero_keys import add_zero_keys
@@ -254,7 +254,8 @@ def _shard_names(layout: Layout, batch: int, heads: int, device: torch.device) -
     names = torch.tensor([0, 0, 1, layout.start, layout.start, 0, 0], device=device).repeat(batch, heads, 1)
     names[..., 0] = torch.arange(batch, device=device)[:, None]
     names[..., 1] = torch.arange(heads, device=device)
-    return name_table(names, layout.branches)
+    branches = zip(layout.branches, layout.fused.branches, strict=True)
+    return name_table(names, [Branch(number, *branch) for number, branch in branches])
 
 
 def _exchanged_padding(padding: Tensor | None, job: Job) -> Saved:
