@@ -87,7 +87,7 @@ class Union(Pattern):
         )
 
     def branch_of(self, part: int) -> tuple[int, int]:
-        """What numbers the keys of a part; see `Pattern.branch_of`.
+        """The segment length and rate by which dropout numbers the keys of a part.
 
         >>> from hilbert_lib import DilatedPattern
         >>> union = Union((DilatedPattern((4, 8), (1, 2)), DilatedPattern((6,), (3,))))

@@ -202,7 +202,7 @@ def _memory(plan: RingPlan, rank: int, direction: str) -> int:
     sizes, group, fused = plan.sizes, plan.sizes.group, plan.fused(rank)
     rows = plan.shard_lengths[rank] * sizes.kv_heads
     # Plain kernels serve what the warp-specialised ones do not. Where they take several passes, these keep sums.
-    is_plain = len(fused) > 1 and (sizes.ordered or sizes.padding or sizes.element > 2)
+    is_plain = len(fused) > 1 and (sizes.ordered or sizes.element > 2)
     if direction == "forward":  # q, k, v, out, lse; the sums of out and lse
         one_row = (2 * group + 2) * sizes.row + group * sizes.sum
         one_touched = group * (sizes.summed_row + sizes.sum)
