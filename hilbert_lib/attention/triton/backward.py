@@ -137,7 +137,7 @@ def _dq_walk(
             weights = tl.where(allowed, weights, 0.0)  # [BLOCK_M, BLOCK_N]
         dweights = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if DROPOUT:
-            dweights *= geometry.dropout_factor(seed, drop_below, b, h, branch, w, r, position[:, None], key[None, :])
+            dweights *= geometry.block_dropout_factor(seed, drop_below, b, h, branch, w, r, position, key, j, BLOCK_N)
         dscores = weights * (dweights - delta_row[:, None])  # [BLOCK_M, BLOCK_N]
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     return acc

@@ -133,7 +133,7 @@ def _walk(
         total = total * decay + tl.sum(weights, 1)  # [BLOCK_M]
         m = largest  # [BLOCK_M]
         if DROPOUT:
-            weights *= geometry.dropout_factor(seed, drop_below, b, h, branch, w, r, position[:, None], key[None, :])
+            weights *= geometry.block_dropout_factor(seed, drop_below, b, h, branch, w, r, position, key, j, BLOCK_N)
         v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         acc = acc * decay[:, None]  # [BLOCK_M, BLOCK_D]
         if MASKED:

@@ -165,6 +165,37 @@ def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, 
 
 
 @triton.jit
+def block_dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query, key, j, BLOCK_N: tl.constexpr):
+    """`dropout_factor` of a block of keys from number j of a segment on, a multiple of 4: one Philox for four keys."""
+    if seed.dtype.element_ty == tl.int32:  # keys of a part may begin anywhere among the four
+        return dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query[:, None], key[None, :])
+    else:
+        four = (j // 4 + tl.arange(0, BLOCK_N // 4))[None, :]  # [1, BLOCK_N // 4]
+        zero = tl.zeros_like(query[:, None] + four)  # [BLOCK_M, BLOCK_N // 4]
+        first, second, third, fourth = tl.philox(  # [BLOCK_M, BLOCK_N // 4] each
+            tl.load(seed),
+            (four + zero).to(tl.uint32),
+            (query[:, None] + zero).to(tl.uint32),
+            (zero + (h | branch << 16)).to(tl.uint32),
+            (zero + b).to(tl.uint32),
+        )
+        even = tl.join(_is_kept(first, drop_below), _is_kept(third, drop_below))  # [BLOCK_M, BLOCK_N // 4, 2]
+        odd = tl.join(_is_kept(second, drop_below), _is_kept(fourth, drop_below))  # [BLOCK_M, BLOCK_N // 4, 2]
+        is_kept = tl.join(even, odd).reshape(query.shape[0], BLOCK_N)  # [BLOCK_M, BLOCK_N]
+        return tl.where(is_kept != 0, _kept_factor(drop_below), 0.0).to(tl.float32)
+
+
+@triton.jit
+def _is_kept(bits, drop_below):
+    return (bits.to(tl.int64) >= drop_below).to(tl.int8)
+
+
+@triton.jit
+def _kept_factor(drop_below):
+    return 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0))
+
+
+@triton.jit
 def dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query, key):
     """0 for a dropped pair, else 1 / (1 - dropout_p), with the bits of `attention.dropout.keep_mask`."""
     words = tl.load(seed)
@@ -196,4 +227,4 @@ def dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query, 
         which < 2, tl.where(which == 0, first, second), tl.where(which == 2, third, fourth)
     )  # [rows, columns]
     is_kept = bits.to(tl.int64) >= drop_below  # [rows, columns]
-    return tl.where(is_kept, 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0)), 0.0).to(tl.float32)
+    return tl.where(is_kept, _kept_factor(drop_below), 0.0).to(tl.float32)

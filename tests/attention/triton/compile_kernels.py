@@ -113,13 +113,15 @@ def configured(name: str, size: int, head_dim: int) -> tuple:
 
 
 def plain_kernels() -> dict[str, tuple]:
-    """The fused kernels as they are configured: by name, size of an element and head_dim; and of packed documents."""
+    """The fused kernels as they are configured: by name, element size and head_dim; with dropout; of documents."""
     made = {
         f"{name} {size} {head_dim}": configured(name, size, head_dim)
         for name in ATTENTION
         for size, head_dim in CONFIGS[name]
     }
     for name in ATTENTION:
+        kernel, types, constants, options = made[f"{name} 2 128"]
+        made[f"dropout {name} 2 128"] = kernel, types, constants | {"DROPOUT": True}, options
         kernel, types, constants, options = made[f"{name} 2 64"]
         of_documents = {key: value for key, value in constants.items() if key != "documents"}
         made[f"packed {name} 2 64"] = kernel, types, of_documents, options

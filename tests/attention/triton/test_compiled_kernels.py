@@ -128,6 +128,11 @@ def test_those_of_attention_compile_and_their_shared_memory_is_there(run, some):
             assert product in facts["instructions"] or kernel != f"{name} 2 64"
 
 
+def test_dropout_leaves_them_room_on_an_a100(run, some):
+    for name, facts in some("dropout ", 0, 3).items():
+        assert facts["shared"] <= (SHARED_BYTES if run[0] == 80 else 227 * 1024), name
+
+
 def test_the_plain_ones_for_grids_fit_an_a100(run, some):
     if run[0] != 80:
         pytest.skip("of another architecture")
