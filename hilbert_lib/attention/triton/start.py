@@ -9,11 +9,12 @@ call of a kind is recorded, and later calls of that kind replay its launches:
     third and later   no       no        no: the recording's launches are called with the new addresses
 
 The kind of a call is all that its starts depend on, except the addresses of its tensors: device, shapes, strides,
-dtypes and options. A recording holds the arguments of all its starts in one list, and each start picks its places:
+dtypes and options. A recording makes the tensors of a call that are not given, and holds the arguments of each start:
 
-    values            [address of q, of k, of v, ..., | a number, address of a table, None, a descriptor, ...]
-                       <- tensors of this call ->       <- the same in every call of the kind ->
-    places of a start  (0, 1, 2, 7, 8, 10): what the launcher of this kernel is called with
+    values of a call        [address of q, of k, of v, | of out, of lse, | descriptor of k, of v]
+                              <- given              ->   <- made here ->
+    arguments of a start    [0, 0, 0, 0.125, address of a table, None, 0, ...]: those that are 0 are put in from values
+    own of a start          [(0, number 0), (1, number 5), (2, number 3), (6, number 4)]
 """
 
 import gc
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from functools import cache, partial, reduce
 from math import prod
-from operator import call, itemgetter, or_
+from operator import call, or_
 from threading import Lock, local
 from types import NoneType
 from typing import NamedTuple
@@ -134,13 +135,9 @@ class _Launch(NamedTuple):
     # One start.
     kernel: triton.runtime.KernelInterface
     launcher: Callable
-    around_stream: tuple[tuple, tuple, bool]  # fixed arguments, and whether those of the kernel are one: `launch_of`
-    places: list[int]  # of the arguments of the kernel among values
-    pick: Callable  # gets them
-
-    @classmethod
-    def of(cls, kernel: object, launcher: Callable, around_stream: tuple, places: list[int]) -> "_Launch":
-        return cls(kernel, launcher, around_stream, places, itemgetter(*places))
+    fixed: tuple[tuple, tuple, bool]  # arguments around the stream, and whether the kernel's own are one: `launch_of`
+    arguments: list  # of the kernel, 0 for those that are another's in each call
+    own: list[tuple[int, int]]  # these: place among the arguments, and number among a call's addresses and descriptors
 
 
 class Recording(NamedTuple):
@@ -150,9 +147,8 @@ class Recording(NamedTuple):
     made: list[Callable | None]  # creators of tensors
     flag: int | None  # which of these is `FLAG`: it has no creator
     finish: Callable[[list], Sequence]
-    constants: list  # arguments that follow the addresses of the call's tensors
-    descriptors: list[tuple]  # (place among values, number of the tensor, `_Descriptor`)
-    tables: list[ref]  # tables whose addresses are among the constants
+    descriptors: list[tuple[int, _Descriptor]]  # with the numbers of their tensors
+    tables: list[ref]  # tables whose addresses are among the arguments
     setting: tuple  # what the kernels hang on besides, as `_setting` gives it
 
     def run(self, tensors: Sequence[Tensor | None]) -> Sequence | None:
@@ -168,18 +164,20 @@ class Recording(NamedTuple):
         made = [create and create() for create in self.made]
         all_tensors = [*tensors, *made]
         values = [0 if x is None else x.data_ptr() for x in all_tensors]
-        values += self.constants
-        for place, number, descriptor in self.descriptors:
-            address = values[number]
-            values[place] = descriptor.maps.get(address) or descriptor.of(all_tensors[number], address)
         stream = triton.runtime.driver.active.get_current_stream(self.setting[0])
         if self.flag is not None:
             values[len(tensors) + self.flag] = _flags.next_address(tensors[0].device, self.setting[0], stream)
-        for _, launcher, (before, after, is_one), _, pick in self.launches:
+        for number, descriptor in self.descriptors:
+            address = values[number]
+            values.append(descriptor.maps.get(address) or descriptor.of(all_tensors[number], address))
+        for _, launcher, (before, after, is_one), arguments, own in self.launches:
+            arguments = arguments.copy()
+            for place, number in own:
+                arguments[place] = values[number]
             if is_one:
-                launcher(*before, stream, *after, pick(values))
+                launcher(*before, stream, *after, tuple(arguments))
             else:
-                launcher(*before, stream, *after, *pick(values))
+                launcher(*before, stream, *after, *arguments)
         return self.finish(made)
 
     def over(self, numbers: Sequence[int | None], count: int) -> "Recording | None":
@@ -187,18 +185,15 @@ class Recording(NamedTuple):
 
         Where that is None, the address is 0. None where a descriptor is of such a tensor.
         """
-        nothing = count + len(self.made) + len(self.constants)  # the place of a further constant, 0
-
-        def moved(place: int) -> int:
-            if place >= len(numbers):
-                return place - len(numbers) + count
-            return nothing if numbers[place] is None else numbers[place]
-
-        if any(moved(number) == nothing for _, number, _ in self.descriptors):
+        moved = [*numbers, *range(count, count + len(self.made) + len(self.descriptors))]
+        descriptors = [(moved[number], descriptor) for number, descriptor in self.descriptors]
+        if any(number is None for number, _ in descriptors):
             return None
-        launches = [_Launch.of(*launch[:3], [*map(moved, launch.places)]) for launch in self.launches]
-        descriptors = [(moved(place), moved(number), descriptor) for place, number, descriptor in self.descriptors]
-        return self._replace(launches=launches, descriptors=descriptors, constants=[*self.constants, 0])
+        launches = []
+        for launch in self.launches:
+            own = [(place, moved[number]) for place, number in launch.own if moved[number] is not None]
+            launches.append(launch._replace(own=own))
+        return self._replace(launches=launches, descriptors=descriptors)
 
 
 def start(
@@ -308,41 +303,40 @@ def _record(
     device, setting = tensors[0].device, _setting(tensors[0])
     all_tensors = (*tensors, *new)
     numbers = {id(x): number for number, x in reversed([*enumerate(all_tensors)]) if x is not None}
-    recorded, constants_of_all, descriptors, tables = [], [], [], {}
+    recorded, descriptors, tables = [], [], {}
     for begun, compiled in zip(starts, kernels, strict=True):
         if compiled is None:
             return None
         launcher = internals.launch_of(_finished(compiled), (*begun.grid, 1, 1)[:3])
         if launcher is None:
             return None
-        launch, around_stream, encoders = launcher
-        arguments = dict(zip(begun.kernel.arg_names, begun.arguments, strict=False)) | begun.named
-        places = []
+        launch, fixed, encoders = launcher
+        given = dict(zip(begun.kernel.arg_names, begun.arguments, strict=False)) | begun.named
+        arguments, own = [], []
         for parameter in begun.kernel.params:
-            x = arguments.get(parameter.name, parameter.default if parameter.has_default else None)
+            x = given.get(parameter.name, parameter.default if parameter.has_default else None)
             tensor = x if isinstance(x, Tensor) else getattr(x, "base", None)  # the base of a descriptor
-            number, place = numbers.get(id(tensor)), len(all_tensors) + len(constants_of_all)
-            is_table = tensor is x and parameter.name in TABLES
-            if isinstance(tensor, Tensor) and number is None and not is_table:
-                return None
-            if tensor is x and number is not None:
-                places.append(number)
-                continue
-            if tensor is x and x is not None:
+            number = numbers.get(id(tensor))
+            if not isinstance(tensor, Tensor):
+                arguments.append(x)
+            elif number is None:
+                if tensor is not x or parameter.name not in TABLES:
+                    return None
                 tables[id(x)] = x
-                x = x.data_ptr()
-            constants = [x]
-            if tensor is not x and number is not None:
+                arguments.append(x.data_ptr())
+            elif tensor is x:
+                own.append((len(arguments), number))
+                arguments.append(0)
+            else:
                 encode = next(encoders, None)
                 attributes = {name: value for name, value in vars(x).items() if name != "base"}
-                descriptors.append((place, number, _Descriptor(type(x), attributes, encode, {})))
-                constants = [None, *(encode(x)[1:] if encode else ())]
-            places += range(place, place + len(constants))
-            constants_of_all += constants
-        recorded.append(_Launch.of(begun.kernel, launch, around_stream, places))
+                own.append((len(arguments), len(all_tensors) + len(descriptors)))
+                descriptors.append((number, _Descriptor(type(x), attributes, encode, {})))
+                arguments += 0, *(encode(x)[1:] if encode else ())
+        recorded.append(_Launch(begun.kernel, launch, fixed, arguments, own))
     creators = [None if x is None or x is FLAG else x.creator(device) for x in made]
     table_refs, flag = [*map(ref, tables.values())], made.index(FLAG) if FLAG in made else None
-    return Recording(recorded, creators, flag, finish, constants_of_all, descriptors, table_refs, setting)
+    return Recording(recorded, creators, flag, finish, descriptors, table_refs, setting)
 
 
 def forget() -> None:
