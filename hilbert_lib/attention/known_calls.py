@@ -96,7 +96,7 @@ class KnownCall:
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: dict[str, object]
     ) -> Tensor | tuple[Tensor, ...]:
         """The results of a call of this form, as the user gets them. options: all other arguments by name."""
-        if self.is_of_three:
+        if self.is_of_three and self.beside is None:
             out, lse = self.attention((q, k, v))
             return (out, lse) if options["return_lse"] else out
         arguments = {"q": q, "k": k, "v": v, **options}

@@ -73,6 +73,26 @@ def test_a_known_call_computes_what_a_first_one_does(monkeypatch, name):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_a_known_call_with_extra_queries_computes_what_a_first_one_does(monkeypatch, with_keys, return_lse):
+    def joint(seed: int) -> list[torch.Tensor]:
+        tensors, (extra_q, extra_k, extra_v) = drawn(seed), drawn(seed + 20, queries=4)
+        options = {"extra_k": extra_k[:, :3], "extra_v": extra_v[:, :3]} if with_keys else {}
+        results = attend(*tensors, NEAR, extra_q=extra_q, return_lse=return_lse, **options)
+        assert len(results) == (4 if return_lse else 2)
+        leaves = [*tensors, extra_q, *([extra_k, extra_v] if with_keys else [])]
+        return [*results, *torch.autograd.grad(results[0].sum() + results[-1].square().sum(), leaves)]
+
+    expected = joint(2)
+    known_calls.forget()
+    joint(1)
+    monkeypatch.setattr(api, "validated", lambda *_args, **_options: pytest.fail("the call was not known"))
+    for _ in range(2):
+        for x, y in zip(joint(2), expected, strict=True):
+            assert torch.equal(x, y)
+
+
 def plain(pattern=PATTERN, change=nullcontext, tensors=None, attend=dilated_attention, **options):
     with change():
         return attend(*(drawn(0) if tensors is None else tensors), pattern, **options)
