@@ -260,8 +260,8 @@ def form_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, door: Callable, o
     of_q, of_k, of_v = _form_of_tensor(q), _form_of_tensor(k), _form_of_tensor(v)
     if not (of_q and of_k and of_v):
         return None
-    if isinstance(pattern, PointNeighbourhood):
-        pattern = pattern.form  # points themselves would keep their lists
+    if isinstance(pattern, PointNeighbourhood):  # points themselves would keep their lists
+        pattern = pattern.form, *map(_form_of_tensor, pattern.list_tensors)
     device_type = q.device.type
     return (
         pattern, door, kinds, *options, *values, of_q, of_k, of_v,

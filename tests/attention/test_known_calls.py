@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, PointNeighbourhood, Union, attend, dilated_attention
 from hilbert_lib.attention import api, autograd, failures, known_calls, measured_rules
 from hilbert_lib.internals import WITHOUT_INTERNALS
 
@@ -200,6 +200,22 @@ def test_autocast_that_casts_nothing_is_a_form_and_its_known_calls_are_those_of_
         for _ in range(3):
             assert plain(tensors=drawn(0)).dtype == torch.bfloat16
     assert len(validations) == 1 + 1 + 3, "what autocast casts is validated each time"
+
+
+def test_lists_of_other_sizes_are_another_form(monkeypatch):
+    """A recording counts blocks and words of the lists, of which points say less."""
+    monkeypatch.setattr(PointNeighbourhood, "form", property(lambda _: "points"))
+    line = torch.stack([torch.arange(256), torch.zeros(256, dtype=torch.int64)], 1)
+    block = torch.cartesian_prod(torch.arange(16), torch.arange(16))
+    forms = {
+        known_calls.form_of(*drawn(0), PointNeighbourhood(cells, window), attend, {"backend": "triton"})
+        for cells, window in ((line, 3), (block, 3), (block, 9), (block, 9))
+    }
+    shapes = {
+        tuple(x.shape for x in PointNeighbourhood(cells, window).list_tensors)
+        for cells, window in ((line, 3), (block, 3), (block, 9))
+    }
+    assert len(forms) == len(shapes) > 1
 
 
 def test_a_measurement_is_heeded_by_calls_that_were_known(monkeypatch, tmp_path):
