@@ -53,6 +53,7 @@ _compiled: set[tuple] = set()
 _loading = Lock()
 _failed: dict[tuple, str] = {}  # the message for kernels that did not compile
 _recordings: dict[tuple, "Recording | None"] = {}  # None for a kind that came once
+_generation = 0  # of recordings: those of an earlier one are not run, whoever holds them
 
 
 class Start(NamedTuple):
@@ -277,7 +278,7 @@ def _setting(first: Tensor) -> tuple:
     knobs = triton.knobs
     compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
     precision = products_of_float32() if first.dtype == torch.float32 else None
-    return triton.runtime.driver.active.get_current_device(), *compiler, precision
+    return triton.runtime.driver.active.get_current_device(), *compiler, precision, _generation
 
 
 def _kind_of_call(tensors: Sequence[Tensor | None], options: tuple) -> tuple:
@@ -341,8 +342,10 @@ def _record(
 
 def forget() -> None:
     """Forget all recordings and failures: needed once other kernels or configurations take the place of these."""
+    global _generation
     _recordings.clear()
     _failed.clear()
+    _generation += 1
 
 
 def _kind_of_kernels(starts: Sequence[Start]) -> tuple:

@@ -236,5 +236,9 @@ if __name__ == "__main__":
         f"{name}, {kind}": changed(kind, change) for name, change in BACKWARD_CHANGES.items() for kind in kinds
     }
     precision = {"during": partial(setting, put_precision, "tf32", "ieee")}
+    for _ in range(3):
+        called("grid")
+    starting.forget()
+    told["forgotten"] = called("grid")[0]
     told["changes"]["TF32"] = changed("plain grid in float32", precision)
     print(json.dumps(told))

@@ -23,7 +23,7 @@ def told():
 
 
 def test_a_third_call_starts_what_the_second_one_did_and_runs_no_function_of_a_backend(told):
-    calls = {name: each for name, each in told.items() if "changes" not in name}
+    calls = {name: each for name, each in told.items() if "changes" not in name and name != "forgotten"}
     assert len(calls) == 15
     for name, (how, equal, held) in calls.items():
         assert how == [["ran"] * 2] * 2 + [["replayed"] * 2] * 2, name
@@ -37,6 +37,12 @@ def test_a_call_that_differs_in_one_thing_is_computed_anew(told):
     for name, how in told["changes"].items():
         assert how[0] == "ran", name
         assert set(how) == {"ran"} or name.startswith(of_the_forward), name
+
+
+def test_a_known_call_starts_nothing_that_was_forgotten(told):
+    assert told["forgotten"] == ["ran", "ran"], (
+        "other configurations may have taken the place of those of its recording"
+    )
 
 
 def test_a_backward_that_differs_in_one_thing_is_computed_anew(told):
