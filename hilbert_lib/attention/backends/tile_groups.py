@@ -25,8 +25,10 @@ Box = tuple[int, ...]  # its sides
 
 # Measured for torch's kernel on a CPU with AVX-512, one thread, heads of 64: where a tile has 256 queries a pair takes
 # 3.9 ns forward and 10 backward, with 128 queries 4.3 and 11, with 64 4.8 and 14, with 32 6.9 and 22, with 16 9.4 and
-# 36. That is as if each key had so many queries more.
-QUERIES_BESIDE = 40
+# 36. That is as if each key had QUERIES_BESIDE more. Below 192 queries are taken 32 at a time, and 49 take as long as
+# 64. Of several tiles keys and their gradients are copied, which takes as long as QUERIES_COPIED.
+QUERIES_BESIDE, QUERIES_COPIED = 40, 20
+QUERIES_AT_A_TIME, MOST_AT_A_TIME = 32, 192
 PAIRS_BESIDE = 2**14  # pairs that take as long as a step does besides: 40 us
 PAIRS_OF_STEP = 2**20  # pairs of a step, of all heads and sequences
 MOST_ADDED = 2**20  # elements that are added to scores at a time: 4 MB
@@ -232,23 +234,40 @@ def sides_on_cpu(
     times = {}
     for of_axes in product(*choices):
         tiles, sides, keys = zip(*of_axes, strict=True)
-        rows, keys_of_tile = group * prod(sides), prod(keys) + extra
+        rows, keys_of_tile = group * prod(sides), prod(keys) + extra  # keys: exact for all tiles together
         if rows * keys_of_tile * added > MOST_ADDED and times:
             continue
-        pairs = copies * prod(tiles) * keys_of_tile * (rows + QUERIES_BESIDE)
+        if rows < MOST_AT_A_TIME:
+            rows = -(-rows // QUERIES_AT_A_TIME) * QUERIES_AT_A_TIME
+        beside = QUERIES_BESIDE + QUERIES_COPIED * (prod(tiles) > 1)
+        pairs = copies * prod(tiles) * keys_of_tile * (rows + beside)
         steps = max(prod(min(n, 3) for n in tiles), pairs / PAIRS_OF_STEP)
         times[sides] = pairs + PAIRS_BESIDE * steps
     return min(times, key=times.get)
 
 
-def _choices(axis: Axis, span: range) -> list[tuple[int, int, int]]:
-    # (tiles, queries of a tile, keys of a tile), the smallest tiles first.
+def _choices(axis: Axis, span: range) -> list[tuple[int, int, float]]:
+    # (tiles, queries of a tile, keys of a tile on average), the smallest tiles first.
     residues = min(axis.dilation, len(span))
-    queries, ranks = -(-len(span) // residues), -(-axis.cells // axis.dilation)
-    choices, side = [], SMALLEST
-    while side < 2 * queries and side <= LARGEST:
-        parts = -(-queries // side)
-        even = -(-queries // parts)  # all as large as the last
-        choices.append((residues * parts, even, min(ranks, axis.window + even - 1)))
+    queries = -(-len(span) // residues)
+    sides, side = [], min(SMALLEST, queries)
+    while side <= LARGEST:
+        sides.append(-(-queries // -(-queries // side)))  # all as large as the last
         side *= 2
-    return list(dict.fromkeys(choices)) or [(residues, queries, min(ranks, axis.window + queries - 1))]
+        if side >= 2 * queries:
+            break
+    return [
+        (residues * -(-queries // side), side, _mean_keys(axis, span, queries, side)) for side in dict.fromkeys(sides)
+    ]
+
+
+def _mean_keys(axis: Axis, span: range, queries: int, side: int) -> float:
+    # The keys along an axis of a tile on average, over the tiles of the first residue.
+    ranks = -(-axis.cells // axis.dilation)
+    if axis.edge == "wrap" and not axis.is_causal:
+        return min(ranks, axis.window + side - 1)
+    first = torch.arange(0, queries, side, device="cpu")
+    last = (first + side).clamp(max=queries) - 1
+    begin, end = (axis.start(span.start + rank * axis.dilation) for rank in (first, last))
+    end = span.start // axis.dilation + last + 1 if axis.is_causal else end + axis.window
+    return (end.clamp(max=ranks) - begin.clamp(min=0)).double().mean().item()
