@@ -85,6 +85,7 @@ def serve(channel: socket.socket) -> None:
     import torch
 
     can_copy = not torch.cuda.is_available()
+    os.environ["JPY_PARENT_PID"] = str(os.getpid())  # ipykernel reads it once: a kernel ends with this process
     if can_copy:
         from hilbert_lib.machine import prepare_kernels
 
