@@ -113,6 +113,14 @@ def test_a_table_with_more_entries_than_kernels_number_is_refused_by_name():
         assert told.startswith("serves a bias of up to 2,147,483,647 entries a head") == refused
 
 
+def test_boxes_of_wide_heads_refuse_a_bias_by_name():
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    near = Neighbourhood((8, 8), 3).of_heads(1)
+    for head_dim, words in ((128, ""), (160, "serves a bias at a head_dim up to 128, got 160")):
+        q = torch.empty(1, 64, 1, head_dim, dtype=torch.bfloat16, device="meta")
+        assert backends_for(near)["hopper"].limits(q, Request(near, has_bias=True)) == words
+
+
 @settings(max_examples=40)
 @given(grids())
 def test_the_entry_of_every_pair_is_that_of_the_definition(near):

@@ -506,12 +506,13 @@ def test_an_empty_extra_k_may_have_an_empty_mask():
     ("given", "near", "ordering", "words"),
     [
         (Q, NEAR, None, "serves float16 and bfloat16, got float64"),
-        (Q.bfloat16(), NEAR, None, "serves a head_dim of 16 to 128, a multiple of 8; got 4"),
+        (Q.bfloat16(), NEAR, None, "serves a head_dim of 16 to 256, a multiple of 8; got 4"),
         (WIDE[..., :20], NEAR, None, "a multiple of 8; got 20"),
         (WIDE, NEAR, Ordering.residue(24, 2), "row by row, got Ordering.residue"),
         (WIDE, NEAR, ORDER, ""),
         (WIDE[:, :15], Neighbourhood((3, 5), 2, dilation=(1, 2)), None, "got 5 and 2 along axis 1"),
         (WIDE, NEAR, None, ""),
+        (WIDE.repeat(1, 1, 1, 8), NEAR, None, ""),
         (WIDE[:1].expand(2**16, -1, -1, -1), NEAR, None, "serves up to 65,535 sequences, got 65,536"),
     ],
 )

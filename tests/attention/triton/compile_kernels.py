@@ -70,6 +70,7 @@ ROLES = {
     "forward_kernel": (("forward",), ""),
     "query_kernel": (("forward", "dq"), "BACKWARD"),
     "backward_kernel": (("dq", "dkv"), "OF_KEYS"),
+    "wide_kernel": (("forward",), ""),
     "key_kernel": (("dkv", "extra"), "EXTRA"),
     "pair_kernel": (("pairs",), ""),
     "entry_kernel": (("entries",), ""),
@@ -283,7 +284,9 @@ def starts_on(
         Request(near.of_heads(2), key_padding_mask=masks[0], extra_padding_mask=masks[1], has_bias=has_bias),
     )
     starts = []
-    module.start, module.multiprocessors = gathering(starts), lambda device: 132
+    # The backward of wide heads by boxes is that of the plain kernels.
+    module.start = grid_launch.start = gathering(starts)
+    module.multiprocessors = lambda device: 132
     out, lse = module.forward(given, request)
     module.backward(out, given, out, lse, request)
     return starts
@@ -318,6 +321,7 @@ def type_of(x) -> str:
 
 
 PLANE = Neighbourhood((64, 64), 17)
+STRIDED = Neighbourhood((64, 64), 33, stride=8)
 VOLUME = Neighbourhood((12, 24, 24), (3, 5, 7), dilation=(1, 2, 1), edge=("wrap", "clip", "shift"))
 
 
@@ -337,6 +341,20 @@ def for_grids_by_dtype() -> dict[str, tuple]:
         f"grid {name} {size} {columns}": call
         for size, columns in grid_launch.CONFIGS
         for name, call in launched(grid_launch, columns, VOLUME, True, dtype=dtypes[size])
+    }
+
+
+def strided_kernels() -> dict[str, tuple]:
+    """The kernels by boxes of a plane with strides."""
+    return {f"hopper strided {name} 128": call for name, call in launched(box_launch, 128, STRIDED, False)}
+
+
+def wide_kernels() -> dict[str, tuple]:
+    """The forward by boxes of heads above 128: of a plane, and of a volume with all that a call may ask for."""
+    return {
+        f"hopper wide {name} {columns}": call
+        for columns, near, more in ((192, PLANE, False), (256, VOLUME, True))
+        for name, call in launched(box_launch, columns, near, more)
     }
 
 
@@ -392,7 +410,7 @@ def kernels_for(architecture: int) -> dict[str, tuple]:
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
-    return every | hopper_kernels() | grids | kernels_with_bias()
+    return every | hopper_kernels() | grids | kernels_with_bias() | strided_kernels() | wide_kernels()
 
 
 def sass_of(kernel) -> str:
@@ -458,7 +476,7 @@ SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopp
 SAMPLE += ("hopper padded forward 128 False False", "hopper padded backward 64 True True True")
 SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
-SAMPLE += ("bias bounds", "grid bias pairs 64")
+SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper wide forward 192")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

@@ -67,7 +67,7 @@ SPECIAL = {
 # A volume for each shape of a box.
 VOLUMES = {
     (4, 4, 4): Neighbourhood((4, 10, 10), (3, 5, 5), edge=("shift", "clip", "shift")),
-    (2, 8, 4): Neighbourhood((6, 8, 8), (2, 5, 3), stride=(1, 2, 1)),
+    (2, 8, 4): Neighbourhood((6, 16, 4), (2, 5, 3), stride=(1, 2, 1)),
     (2, 4, 8): Neighbourhood((6, 5, 16), (2, 3, 7), is_causal=(True, False, False), edge=("clip", "shift", "clip")),
 }
 
@@ -123,6 +123,12 @@ def biased(number: int) -> Case:
     # Of its one extra key p dp (norm 113) and p delta (82) are more than their difference (63). So the rounding of
     # weights and out to bfloat16 is 3.6e-3 of the gradient, and all rounding 4.2e-3. Of 70 keys it is 2.5e-3 in all.
     return case._replace(extra=70) if number == ONE_EXTRA_KEY else case
+
+
+@cache
+def wide(number: int) -> Case:
+    """The same at a head_dim of two parts of columns."""
+    return drawn(number)._replace(head_dim=(256, 136, 192, 160, 232)[number % 5])
 
 
 def special(name: str) -> list[Case]:

@@ -289,7 +289,7 @@ hopper.masks, 1: a group of a stride in the round before sees nothing
 hopper.masks, 14: queries that see a group's last keys alone are passed over
 -last = gl.minimum(first_rank + boxes.side(RULES, AXIS), m) - 1
 +last = first_rank
-hopper.masks, 2: keys at the end are seen by whole groups of a stride alone
+hopper.boxes, 2: keys at the end are seen by whole groups of a stride alone
 -groups = gl.where(end >= m, m, groups)
 +groups = groups
 hopper.boxes, 25: queries more than a round before the keys are looked for there
@@ -431,4 +431,25 @@ hopper.bias_tables, tables: the gradient is read from the margin
 hopper.grid_launch, bias 7: pairs that do not attend are looked for outside of the table
 -2 * (side - 1) + 2 * (axis.stride - 1)
 +0
+hopper.boxes, 9: queries that see other keys of a tile than the first are left out
+-seers_of(first, m, w, SIZE, AXIS, RULES)
++seers_of(first, m, w, 1, AXIS, RULES)
+hopper.grid_wide, wide 5: the second part of a row is its first columns
+-full, shared.q.high, buffer, RULES, LOW)
++full, shared.q.high, buffer, RULES)
+hopper.grid_wide, wide 5: the second part of a box is its first columns
+-head_at, LOW], full.index(stage)
++head_at, 0], full.index(stage)
+hopper.grid_wide, wide 5: the second part of the output is written over the first
+-out[1], at, head_at, LOW)
++out[1], at, head_at)
+hopper.grid_wide, wide 5: scores are those of the first part
+-.permute((1, 0)), of_low,
+-        is_async=True,
++.permute((1, 0)), of_low,
++        use_acc=False, is_async=True,
+hopper.grid_wide, wide 5: a box of v is multiplied before it is there
+-    tiles.wait_full(shared.v_full, block)
+-    of_low
++    of_low
 """)

@@ -148,10 +148,11 @@ def test_those_for_lists_fit_every_gpu(run, some):
 
 
 def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
-    for start, sampled, every in (("forward", 1, 8), ("backward", 1, 16), ("padded", 2, 12), ("grid", 2, 12)):
+    boxes = ("grid", 2, 12), ("strided", 1, 3), ("wide", 1, 2)
+    for start, sampled, every in (("forward", 1, 8), ("backward", 1, 16), ("padded", 2, 12), *boxes):
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
-            if start != "grid":
+            if start in ("forward", "backward", "padded"):
                 adds_dq = "backward" in name and name.endswith("True")
                 assert ("cp.reduce.async.bulk.tensor" in facts["instructions"]) == adds_dq, name
 
@@ -174,6 +175,7 @@ def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, so
 def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper, some):
     """ptxas puts a wait behind every product where registers are short, which an edit nearby may bring about."""
     alone = [("backward 64 True True True", 1, 1), ("grid forward 128", 1, 2), ("grid dq", 0, 4), ("grid dkv", 0, 4)]
+    alone += [("strided", 1, 3), ("wide", 1, 2)]
     for start, sampled, every in [("forward 64", 1, 4), ("grid forward 64", 1, 2), *alone]:
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name

@@ -26,6 +26,7 @@ from drawn_grids import (
     drawn,
     expected,
     special,
+    wide,
 )
 from oracle import attending, bias_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,12 +41,19 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
+EDGE_RULES = {edge: {"edge": edge} for edge in ("shift", "clip")} | {"causal": {"is_causal": True}}
 KERNELS = [f"{emulator.PACKAGE}.hopper.grid_{direction}" for direction in ("forward", "backward", "backward")]
 MORE_CASES = [pytest.param(number, marks=pytest.mark.full) for number in range(len(CASES), 8 * len(CASES))]
 
 # Every edge on a line, a plane and a volume; strides, dilations, windows of heads, extra keys and masks.
 BIASED = (2, 5, 7, 9, 11, 13, 18)
 MORE_BIASED = [pytest.param(x, marks=pytest.mark.full) for x in range(len(CASES)) if x not in BIASED]
+
+
+WIDE_KERNELS = [f"{emulator.PACKAGE}.hopper.grid_wide"]
+# At every wide head_dim; every edge, strides, dilations, windows of heads, grouped heads, extra keys and masks.
+WIDE = (2, 5, 9, 11, 13, 18, 21, 24)
+MORE_WIDE = [pytest.param(x, marks=pytest.mark.full) for x in range(len(CASES)) if x not in WIDE]
 
 
 def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,6 +99,29 @@ def test_output_of_the_kernels_source_equals_the_oracle(sources, number):
     assert fault_of(sources, drawn(number)) is None
     modules = [each.kernel.__module__ for each in sources.starts]
     assert [name for name in modules if ".hopper." in name] == KERNELS
+
+
+@pytest.mark.parametrize("number", [*WIDE, *MORE_WIDE], ids=str)
+def test_two_parts_of_columns_equal_the_oracle(sources, number):
+    """Forward by boxes, backward by the plain kernels."""
+    assert fault_of(sources, wide(number)) is None
+    modules = [each.kernel.__module__ for each in sources.starts]
+    assert [name for name in modules if ".hopper." in name] == WIDE_KERNELS
+
+
+@pytest.mark.parametrize("edge", EDGE_RULES)
+def test_a_tile_of_keys_walks_over_the_groups_of_queries_that_see_it_and_no_others(sources, edge):
+    find, rules_of = sources.module(f"{emulator.PACKAGE}.hopper.boxes").seers_of, sources.grids._form
+    for cells, window, stride in product((24, 48), (3, 8, 17, 24), (1, 2, 3, 8)):
+        if stride > window:
+            continue
+        near = Neighbourhood((cells,), window, stride=stride, **EDGE_RULES[edge])
+        (axis,), rules = near.axes, rules_of(near, None).rules
+        for first in range(0, cells, 8):
+            start, end = find(*(emulator.Value(np.int64(x)) for x in (first, cells, window)), 8, 2, rules)
+            sees = axis.attends(torch.arange(cells)[:, None], torch.arange(first, min(first + 8, cells))).any(1)
+            found = range(max(int(start.array), 0), min(int(end.array), cells))
+            assert list(found) == sees.nonzero().squeeze(1).tolist(), near
 
 
 def test_gradients_of_lse_equal_the_oracles(sources):
@@ -296,9 +327,9 @@ def test_who_sees_a_key_of_a_long_axis_is_found_in_32_bits(sources, side, window
     edge = "clip" if kind == "causal" else kind
     near = Neighbourhood((side,), window, stride=stride, is_causal=kind == "causal", edge=edge)
     keys = np.array([0, 1, side // 2, side - 2, side - 1])
-    find = sources.module(f"{emulator.PACKAGE}.hopper.masks")._queries_of
+    find = sources.module(f"{emulator.PACKAGE}.hopper.boxes").seers_of
     numbers = (emulator.Value(np.array(x, np.int32)) for x in (keys, side, window))
-    found = [x.array for x in find(*numbers, 2, sources.grids._form(near, None).rules)]
+    found = [x.array for x in find(*numbers, 1, 2, sources.grids._form(near, None).rules)]
     for key, start, end in zip(keys.tolist(), *found, strict=True):
         right = near.axes[0].attends(torch.arange(side), torch.tensor(key)).nonzero().squeeze(1)
         assert torch.equal(right, torch.arange(max(start, -side), min(end, 2 * side)).remainder(side).sort().values)
@@ -314,6 +345,15 @@ def run_part(sources, part: str) -> None:
 @pytest.mark.parametrize("part", [*BOXED, *QUERY_BOXES])
 def test_a_part_of_a_grid_is_what_it_is_in_the_whole(sources, part):
     run_part(sources, part)
+
+
+@pytest.mark.parametrize("part", ["a border", "round the end", "strided", "amid a plane"])
+def test_a_part_of_a_grid_of_wide_heads_is_what_it_is_in_the_whole(sources, part):
+    sources.starts.clear()
+    functions = sources.grids.forward, sources.grids.backward
+    check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=136)
+    modules = {each.kernel.__module__ for each in sources.starts}
+    assert {name for name in modules if ".hopper." in name} == set(WIDE_KERNELS)
 
 
 def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
@@ -333,10 +373,11 @@ def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
     assert found == {*product((64, 128), (1, 2, 3)), *product((64, 128), ("dilated", *flags), both)}
     axes = [(ndim, n) for ndim in (1, 2, 3) for n in range(3 - ndim, 3)]
     assert edges == {(*each, kind) for each in (*axes, (64,), (128,), (False,), (True,)) for kind in EDGES}
-    assert boxes == {side for sides in sources.grids.BOXES.values() for side in sides}
+    # Of a volume each box has a case of its own.
+    assert boxes | VOLUMES.keys() == {side for sides in sources.grids.BOXES.values() for side in sides}
 
 
-@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("head_dim", [40, 128, 192])
 @pytest.mark.parametrize("at", range(5), ids=Tensors._fields[:5])
 def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
     """Here the plain kernel runs once more, as the warp-specialised one asks for."""

@@ -26,7 +26,7 @@ from cases import (
 )
 from cases import attended as by_backend
 from cases import drawn as tokens
-from drawn_grids import BOXED, CASES, QUERY_BOXES, biased, boxed_part, drawn, expected
+from drawn_grids import BOXED, CASES, QUERY_BOXES, biased, boxed_part, drawn, expected, wide
 from oracle import attending, bias_of
 
 from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
@@ -48,6 +48,9 @@ GRIDS = {  # shape, window, heads, kv_heads, head_dim, and other rules
     "flat volume": ((4, 64, 128), (2, 6, 12), 2, 2, 64, {"edge": ("shift", "clip", "wrap")}),
     "film": ((24, 32, 32), (5, 7, 7), 2, 2, 80, {"is_causal": (True, False, False), "edge": "clip"}),
     "line": ((20000,), 500, 2, 1, 40, {"is_causal": True}),
+    "a window for a tile": ((96, 128), (48, 32), 2, 1, 128, {"stride": 16}),
+    "wide": ((96, 100), 17, 2, 1, 160, {}),
+    "wide volume": ((12, 24, 24), (6, 8, 8), 2, 2, 256, {"stride": (1, 4, 8)}),
 }
 
 
@@ -107,9 +110,11 @@ def test_a_box_of_queries_is_the_oracles(rules, dtype):
     check_on_grid(rules, "grouped", "box", "extra and padding", dtype, "hopper", 64, DEVICE)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_what_the_emulator_runs_is_right_here_too(number):
-    case = drawn(number)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(each(n), id=f"{each.__name__} {n}") for each in (drawn, wide) for n in range(len(CASES))],
+)
+def test_what_the_emulator_runs_is_right_here_too(case):
     given, dout, masks, (out, lse, *grads) = expected(case)
     count = 5 if case.extra else 3
     tensors = [stored(x.to(DEVICE), case.layout) for x in (*given[:count], dout)]
@@ -151,7 +156,7 @@ def test_layouts_change_nothing(name, layout):
     assert max(norms(found[2:], [x.double() for x in same[2:]])) < 1e-3
 
 
-@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("head_dim", [40, 128, 192])
 @pytest.mark.parametrize("at", range(5))
 def test_a_nan_reaches_only_those_who_see_it(at, head_dim):
     near = Neighbourhood((12, 20), (5, 4), dilation=(1, 2), edge=("clip", "wrap"))

@@ -1,7 +1,7 @@
 """The kernels' sources, edited as `mutations` lists it, fail: the emulated cases see every planted fault."""
 
 import pytest
-from drawn_grids import BOXED, SPECIAL, special
+from drawn_grids import BOXED, SPECIAL, special, wide
 from drawn_grids import CASES as GRIDS
 from drawn_grids import drawn as drawn_grid
 from mutations import MUTATIONS, Mutation
@@ -34,6 +34,8 @@ def is_seen(mutation: Mutation, case: int | str) -> bool:
         return bool(test_emulated_grid.fault_of_tables(sources.grids, lambda starts: sources._start(lambda: starts)))
     if str(case).startswith("bias "):
         cases = [drawn_grid(int(case.removeprefix("bias ")))._replace(has_bias=True)]
+    elif str(case).startswith("wide "):
+        cases = [wide(int(case.removeprefix("wide ")))]
     else:
         cases = special(case) if case in SPECIAL else [drawn_grid(case)]
     return any(test_emulated_grid.fault_of(sources, each) for each in cases)

@@ -246,7 +246,10 @@ def _reach(place, windows, axes, AXIS: gl.constexpr, RULES: gl.constexpr, OF_KEY
     queries = launch_queries(axes, RULES)
     stop = queries.stop[AXIS]
     if OF_KEYS:
-        start, end = queries_of(first, m, m, w, STRIDE, SIZE, CAUSAL, EDGE)
+        if EDGE == WRAP:  # and up to stride - 1 ranks more at both ends
+            start, end = queries_of(first, m, m, w, STRIDE, SIZE, CAUSAL, EDGE)
+        else:
+            start, end = seers_of(first, m, w, SIZE, AXIS, RULES)
     else:
         start, _ = window(first, m, w, STRIDE, CAUSAL, EDGE)
         _, end = window(gl.minimum(first + SIZE, stop) - 1, m, w, STRIDE, CAUSAL, EDGE)
@@ -263,6 +266,31 @@ def _reach(place, windows, axes, AXIS: gl.constexpr, RULES: gl.constexpr, OF_KEY
         begin = gl.maximum(start, 0)
         count = gl.minimum(end, m) - begin
     return Reach(w, begin, count, count, gl.cdiv(count, SIDE), 0, False)
+
+
+@gluon.jit
+def seers_of(first, m, w, SIZE: gl.constexpr, AXIS: gl.constexpr, RULES: gl.constexpr):
+    """First rank and last rank + 1 of the queries that see one of SIZE keys: whole groups of a stride.
+
+    On an axis that wraps they may lie past its ends.
+    """
+    STRIDE: gl.constexpr = stride(RULES, AXIS)
+    CAUSAL: gl.constexpr = causal(RULES, AXIS)
+    EDGE: gl.constexpr = edge(RULES, AXIS)
+    start, end = queries_of(first, m, m, w, 1, SIZE, CAUSAL, EDGE)  # of leaders  # [GROUP_ROWS] each
+    if STRIDE > 1:
+        # The leader of group g is g * STRIDE + LEAD or, in the last group, m - 1. A leader sees each key (w >= STRIDE).
+        LEAD: gl.constexpr = STRIDE - 1 if CAUSAL else STRIDE // 2
+        # No negative number is divided, and none grows past 32 bits.
+        if EDGE == WRAP:
+            start = (start + 2 * m - LEAD + STRIDE - 1) // STRIDE * STRIDE - 2 * m  # [GROUP_ROWS]
+        elif not CAUSAL:
+            start = (gl.maximum(start, 0) - LEAD + STRIDE - 1) // STRIDE * STRIDE  # [GROUP_ROWS]
+        groups = (end - LEAD + STRIDE - 1) // STRIDE * STRIDE  # [GROUP_ROWS]
+        if EDGE != WRAP:
+            groups = gl.where(end >= m, m, groups)  # [GROUP_ROWS]
+        end = groups  # [GROUP_ROWS]
+    return start, end
 
 
 @gluon.jit
@@ -317,11 +345,11 @@ def following(step, reaches, RULES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_tile(x, head_at, place, first, full, x_tiles, buffer, RULES: gl.constexpr):
-    """Copy both groups' rows of a tile of x; the first rank that x holds is `first`."""
+def fetch_tile(x, head_at, place, first, full, x_tiles, buffer, RULES: gl.constexpr, COLUMN: gl.constexpr = 0):
+    """Copy both groups' rows of a tile of x, from a column on; the first rank that x holds is `first`."""
     for half in gl.static_range(2):
         corner = within(corner_of(half, place.first, RULES), first)
-        tiles.async_load(x, [corner[0], corner[1], corner[2], head_at, 0], full, x_tiles.index(2 * buffer + half))
+        tiles.async_load(x, [corner[0], corner[1], corner[2], head_at, COLUMN], full, x_tiles.index(2 * buffer + half))
 
 
 @gluon.jit
@@ -339,9 +367,12 @@ def rows_of(all_tiles, number):
 
 
 @gluon.jit
-def send(values, all_tiles, number, descriptor, corner, head_at):
-    """Store a group's result in its rows of a tile, and send them off; cells outside of the grid are not written."""
+def send(values, all_tiles, number, descriptor, corner, head_at, COLUMN: gl.constexpr = 0):
+    """Store a group's result in its rows of a tile, and send them off to the columns from one on.
+
+    Cells outside of the grid are not written.
+    """
     rows_of(all_tiles, number).store(values.to(all_tiles.dtype))
     fence_async_shared()
     if corner[0] >= 0:  # without this condition ptxas 12.8 makes an illegal instruction at 128 columns
-        tiles.async_store(descriptor, [corner[0], corner[1], corner[2], head_at, 0], all_tiles.index(number))
+        tiles.async_store(descriptor, [corner[0], corner[1], corner[2], head_at, COLUMN], all_tiles.index(number))

@@ -253,7 +253,7 @@ def _differentiate_queries(
         lse_row = _as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
         delta_row = gl.load(delta + row, mask=is_query, other=0.0)  # [GROUP_ROWS]
         buffer = turn % shared.tile_full.shape[0]
-        _await_tile(shared, turn)
+        await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         q_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
         d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
@@ -341,7 +341,7 @@ def _differentiate_queries(
 
 
 @gluon.jit
-def _await_tile(shared, turn):
+def await_tile(shared, turn):
     """Wait for a tile, and let the last one go. One buffer alone has to be free before the tile is copied to it."""
     BUFFERS: gl.constexpr = shared.tile_full.shape[0]
     if BUFFERS == 1:
@@ -399,7 +399,7 @@ def _differentiate_keys(
         corner = boxes.corner_of(NUMBER, place.first, RULES)
         seers = masks.seers_of(corner, number, reaches, axes, RULES)
         buffer = turn % shared.tile_full.shape[0]
-        _await_tile(shared, turn)
+        await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         k_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]
         v_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)  # [GROUP_ROWS, BLOCK_D]

@@ -235,7 +235,7 @@ def _attend(
                     # The last tile's product with v runs beside the first scores of this one.
                     largest = gl.where(is_first, float("-inf"), largest)  # [GROUP_ROWS]
                     sums = gl.where(is_first, 0.0, sums)  # [GROUP_ROWS, 4]
-                new_weights, decay, largest, sums = _softmax(
+                new_weights, decay, largest, sums = softmax(
                     scores, sights, this_box, axes, j >= grid_boxes, largest, sums, scale, RULES, EXTRA
                 )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
                 if LATE:
@@ -300,22 +300,22 @@ def _pass_over(ring, block):
 
 
 @gluon.jit
-def _softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
+def softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
     """`steps.softmax`, with the mask of the last axis where `masks.is_apart`."""
     if masks.is_apart(RULES):
-        shaped = masks.apart(scores, RULES)  # [GROUP_ROWS, KEYS // SIDE, SIDE]
+        shaped = masks.apart(scores, RULES)  # [GROUP_ROWS, columns, SIDE]
         sees_cell = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, SIDE]
         largest = gl.convert_layout(gl.max(shaped, 1), sees_cell.type.layout)  # [GROUP_ROWS, SIDE]
         largest = gl.convert_layout(
             gl.max(gl.where(sees_cell, largest, float("-inf")), 1), m.type.layout
         )  # [GROUP_ROWS]
         largest, finite = steps.subtracted(largest, m, scale, True)  # [GROUP_ROWS] each
-        weights = masks.weights_apart(scores, finite, sees_cell, scale, RULES)  # [GROUP_ROWS, KEYS]
+        weights = masks.weights_apart(scores, finite, sees_cell, scale, RULES)  # [GROUP_ROWS, columns]
         decay, total = steps.joined(weights, finite, m, total)  # [GROUP_ROWS], [GROUP_ROWS, 4]
     else:
         weights, decay, largest, total = steps.softmax(
             scores, m, total, scale, True
-        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+        )  # [GROUP_ROWS, columns], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
     return weights, decay, largest, total
 
 

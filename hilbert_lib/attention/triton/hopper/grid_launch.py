@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache, partial
-from math import ceil, prod
+from math import ceil, gcd, prod
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from hilbert_lib.attention.triton.hopper.bias_tables import bound_kernel, gradie
 from hilbert_lib.attention.triton.hopper.launch import columns_of
 from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
 from hilbert_lib.machine import get_gpu_info
-from hilbert_lib.patterns.neighbourhood import Neighbourhood
+from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 
 # Number of axes of a grid -> cells of a box along each of three axes; and the axis along which two groups make a tile.
 BOXES = {1: ((1, 1, 64),), 2: ((1, 8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))}
@@ -29,6 +29,9 @@ EXTRA_BOX = (1, 1, 64)
 # (columns, whether tiles are of keys) -> boxes in the backward's two rings, as many as shared memory has room for. dq
 # needs a box of v for less time than one of k.
 RINGS = {(64, False): (4, 4), (64, True): (4, 4), (128, False): (4, 2), (128, True): (3, 3)}
+
+# Columns past 128 of a wide row -> boxes of k and of v in the forward's rings, and buffers of queries.
+WIDE = {64: (2, 3, 2), 128: (2, 3, 1)}
 
 BUFFERS = 2  # of tiles: the next one is copied while the groups work on this one
 # Shared memory for the sums of the gradient of a bias: columns -> (bytes, boxes in dq's rings, buffers of tiles), least
@@ -44,8 +47,10 @@ def refusal(q: Tensor, request: Request) -> str:
     """The reason why the warp-specialised kernels do not serve a call, from shapes and options alone, or ""."""
     if q.element_size() != 2:
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[-1] % 8 or not 16 <= q.shape[-1] <= 128:
-        return f"serves a head_dim of 16 to 128, a multiple of 8; got {q.shape[-1]}"
+    if q.shape[-1] % 8 or not 16 <= q.shape[-1] <= 256:
+        return f"serves a head_dim of 16 to 256, a multiple of 8; got {q.shape[-1]}"
+    if is_wide(q) and request.has_bias:
+        return f"serves a bias at a head_dim up to 128, got {q.shape[-1]}"
     if request.ordering is not None:
         return f"reads boxes of tokens that are stored row by row, got {request.ordering!r}"
     if request.slots is not None:
@@ -59,22 +64,29 @@ def refusal(q: Tensor, request: Request) -> str:
     return _refusal_of_bias_gradient(q, request) if request.bias_gradient else ""
 
 
+def is_wide(q: Tensor) -> bool:
+    """Whether rows are two parts of columns: the forward has a kernel of its own, and the backward is the plain one."""
+    return q.shape[-1] > 128
+
+
+def _parts_of(q: Tensor) -> tuple[int, ...]:
+    # Columns of each part of a row.
+    return (128, 64 if q.shape[-1] <= 192 else 128) if is_wide(q) else (columns_of(q),)
+
+
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
-    with importing("the module of the forward by boxes"):
-        from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
-
     request = on_its_keys(request) if request.part else request
     inputs = Tensors(*_as_read(inputs.with_rows, request), as_contiguous(inputs.bias))
     q, k, v, extra_k, extra_v, _ = inputs
     made = Made(q.shape, q.dtype), Made(plain.by_row(q), torch.float32), FLAG, *_tables(inputs, request, 1)
-    named = {"STAGES": 4} if holds_queries(columns_of(q)) else {"STAGES": 4, "maxnreg": 80, "programs": 2}
+    kernel, moves, constants = _forward_kernel(q)
 
     def starts(out: Tensor, lse: Tensor, flag: Tensor, table: Tensor | None) -> list[Start]:
         tensors = (q, k, v), (extra_k, extra_v), (out,)
         return [
             *([] if table is None else [_of_tables(inputs.bias, request, table)]),
-            _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), inputs, request, table, q.shape[2], **named),
+            _start(kernel, moves, (lse, flag), tensors, (q, out), inputs, request, table, q.shape[2], **constants),
             plain.of_queries(inputs, request, out=out, lse=lse, flag=flag),
         ]
 
@@ -82,10 +94,27 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return start(starts, call, "grid forward on hopper", *request.options, made=made, finish=itemgetter(0, 1))
 
 
+def _forward_kernel(q: Tensor) -> tuple:
+    # The kernel of the forward, its names of steps, and the constants of its launch.
+    with importing("the module of the forward by boxes"):
+        from hilbert_lib.attention.triton.hopper import grid_forward, grid_wide
+
+    if is_wide(q):
+        stages, v_stages, buffers = WIDE[_parts_of(q)[1]]
+        constants = {"STAGES": stages, "V_STAGES": v_stages, "BUFFERS": buffers}
+        return grid_wide.wide_kernel, grid_wide.MOVES, constants
+    constants = {"STAGES": 4}
+    if not grid_forward.holds_queries(columns_of(q)):
+        constants |= {"maxnreg": 80, "programs": 2}
+    return grid_forward.forward_kernel, grid_forward.MOVES, constants
+
+
 def backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
 ) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from out and lse. The bits are the same every time."""
+    if is_wide(inputs.q):
+        return plain.backward(dout, inputs, out, lse, request, dlse)
     with importing("the module of the backward by boxes"):
         from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
 
@@ -146,24 +175,28 @@ def _start(
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
 
     q, (read, extra, results), form = inputs.q, tensors, _form(request.neighbourhoods[0], request.part)
-    columns, count, grid = columns_of(q), extra[0].shape[1], [*read, *results]
+    parts, count, grid = _parts_of(q), extra[0].shape[1], [*read, *results]
     of_queries = [any(x is tensor for tensor in by_query) for x in grid]
     extents = [(form.rows if is_of_queries else form.shape, form.dilation) for is_of_queries in of_queries]
     described = [
         x if x.dtype == torch.float32 else descriptors.described(x, *extent, form.rules.box, columns)
         for x, extent in zip(grid, extents, strict=True)
+        for columns in parts
     ]
-    extra_described = described[len(read) - 2 : len(read)]
+    end = len(read) * len(parts)  # of descriptors of what is read on the grid
+    extra_described = described[end - 2 * len(parts) : end]
     if count:
-        extra_described = [descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra]
-    described[len(read) : len(read)] = extra_described
+        extra_described = [
+            descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra for columns in parts
+        ]
+    described[end:end] = extra_described
     steps = [step for x, extent in zip(grid, extents, strict=True) for step in descriptors.steps_of(x, *extent)]
     steps += [descriptors.steps_of(x, (1, 1, max(count, 1)), (1, 1, 1))[0] for x in extra]
     total = form.tiles[named.get("OF_KEYS", False)] * q.shape[0] * heads
     rules = plain.rules(inputs, request)
     named = rules | {"part": rules["boxes"]} | named | dict(zip(moves, steps, strict=True)) | {
-        "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": columns, "RULES": form.rules,
-        "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
+        "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": parts[0], "BLOCK_E": parts[-1],
+        "RULES": form.rules, "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
         "EXTRA_PADDING": request.extra_padding_mask is not None,
         "bias": table, "BIAS": None if table is None else bias_form(request),
         "total": total, "programs": min(total, programs * multiprocessors(q.device)),
@@ -306,14 +339,33 @@ class _Form(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _box_of(near: Neighbourhood) -> tuple[int, int, int]:
-    # The box shape that needs the fewest products.
-    axes = plain.axes_of(near)
+    # The box that needs the fewest products of a group and, with strides, the fewest copies for the two of a tile.
+    # Without strides one group is a box ahead of the other: copies that only one of them needs cost nothing.
+    axes, ndim = plain.axes_of(near), len(near.axes)
+    cells, is_strided = tuple(axis.cells for axis in axes), any(axis.stride > 1 for axis in axes)
 
-    def work(box: tuple[int, int, int]) -> int:
-        boxes = prod(ceil((axis.window + size - 1) / size) for axis, size in zip(axes, box, strict=True))
-        return _tiles(near, box, tuple(axis.cells for axis in axes)) * boxes
+    def copies(box: tuple[int, int, int], sizes: tuple[int, ...]) -> int:
+        seen = (_seen(axis, size, is_strided) for axis, size in zip(axes, sizes, strict=True))
+        boxes = prod(ceil(keys / side) for keys, side in zip(seen, box, strict=True))
+        return _tiles(near, sizes, cells) * boxes
 
-    return min(BOXES[len(near.axes)], key=work)
+    def work(box: tuple[int, int, int]) -> tuple[int, int]:
+        return copies(box, box), copies(box, _tile_of(box, ndim)) if is_strided else 0
+
+    return min(BOXES[ndim], key=work)
+
+
+def _tile_of(box: tuple[int, int, int], ndim: int) -> tuple[int, ...]:
+    # Cells of both groups of a tile along each axis.
+    return tuple(side * (1 + (n == STACK[ndim])) for n, side in enumerate(box))
+
+
+def _seen(axis: Axis, size: int, is_strided: bool) -> int:
+    # Most keys that a run of `size` queries sees, which begins at a multiple of `size`. Without strides windows count
+    # as if the axis had no ends.
+    aligned = axis.stride - gcd(axis.stride, size)  # the last place in a group at which a run may begin
+    keys = axis.window + (aligned + size - 1) // axis.stride * axis.stride  # from the first leader to the last
+    return min(keys, axis.cells // axis.dilation) if is_strided else keys
 
 
 def _tiles(near: Neighbourhood, sizes: Iterable[int], cells: tuple[int, ...]) -> int:
@@ -337,7 +389,7 @@ def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
         box, STACK[ndim], tuple(axis.stride for axis in axes), tuple(axis.is_causal for axis in axes),
         tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation), part is not None,
     )  # fmt: skip
-    both = [size * (1 + (n == STACK[ndim])) for n, size in enumerate(box)]
+    both = _tile_of(box, ndim)
     return _Form(shape, rows, dilation, (_tiles(near, both, queries), _tiles(near, both, shape)), rules)
 
 

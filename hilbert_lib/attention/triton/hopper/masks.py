@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
-from hilbert_lib.attention.triton.grid import WRAP, queries_of, window
+from hilbert_lib.attention.triton.grid import WRAP, window
 from hilbert_lib.attention.triton.hopper import boxes
 
 FAR = gl.constexpr(2**30)  # beyond every rank
@@ -267,31 +267,10 @@ def _seers(first_rank, ranks, reach, m, AXIS: gl.constexpr, RULES: gl.constexpr)
     if not boxes.exists(RULES, AXIS):
         return Sight(0, 1, 0, 1, ranks, ranks)
     last = gl.minimum(first_rank + boxes.side(RULES, AXIS), m) - 1
-    rows, first = _queries_of(ranks, m, reach.w, AXIS, RULES), _queries_of(first_rank, m, reach.w, AXIS, RULES)
-    WRAPS: gl.constexpr = boxes.edge(RULES, AXIS) == WRAP
-    return _sight_of(rows, first, _queries_of(last, m, reach.w, AXIS, RULES), reach, first_rank < m, m, WRAPS)
-
-
-@gluon.jit
-def _queries_of(key, m, w, AXIS: gl.constexpr, RULES: gl.constexpr):
-    """First rank and last rank + 1 of the queries that see a key: whole groups of a stride, by their leaders."""
-    STRIDE: gl.constexpr = boxes.stride(RULES, AXIS)
-    CAUSAL: gl.constexpr = boxes.causal(RULES, AXIS)
-    EDGE: gl.constexpr = boxes.edge(RULES, AXIS)
-    start, end = queries_of(key, m, m, w, 1, 1, CAUSAL, EDGE)  # [GROUP_ROWS] each
-    if STRIDE > 1:
-        # The leader of group g is g * STRIDE + LEAD or, in the last group, m - 1. A leader sees each key (w >= STRIDE).
-        LEAD: gl.constexpr = STRIDE - 1 if CAUSAL else STRIDE // 2
-        # No negative number is divided, and none grows past 32 bits.
-        if EDGE == WRAP:
-            start = (start + 2 * m - LEAD + STRIDE - 1) // STRIDE * STRIDE - 2 * m  # [GROUP_ROWS]
-        elif not CAUSAL:
-            start = (gl.maximum(start, 0) - LEAD + STRIDE - 1) // STRIDE * STRIDE  # [GROUP_ROWS]
-        groups = (end - LEAD + STRIDE - 1) // STRIDE * STRIDE  # [GROUP_ROWS]
-        if EDGE != WRAP:
-            groups = gl.where(end >= m, m, groups)  # [GROUP_ROWS]
-        end = groups  # [GROUP_ROWS]
-    return start, end
+    rows = boxes.seers_of(ranks, m, reach.w, 1, AXIS, RULES)
+    first = boxes.seers_of(first_rank, m, reach.w, 1, AXIS, RULES)
+    last = boxes.seers_of(last, m, reach.w, 1, AXIS, RULES)
+    return _sight_of(rows, first, last, reach, first_rank < m, m, boxes.edge(RULES, AXIS) == WRAP)
 
 
 @gluon.jit

@@ -95,7 +95,7 @@ def without_masked(scores, ceilings, block, FIRST: gl.constexpr):
 def nothing(BLOCK_D: gl.constexpr, KEYS: gl.constexpr):
     """Products with v, sums of weights and maxima before the first keys, for scores of KEYS keys at a time."""
     SCORES: gl.constexpr = tiles.product_layout(KEYS)
-    acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))  # [GROUP_ROWS, BLOCK_D]
+    acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))  # [GROUP_ROWS, columns]
     total = _partial_sums(gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, SCORES))  # [GROUP_ROWS, 4]
     return acc, total, gl.full([tiles.GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
 
