@@ -65,6 +65,10 @@ CASES = {
         {"text_attentions": ["dilated", "dense", "windows", "itself alone"], "context_lengths": [100], "layers": 2}
         | {"first_segment": 30, "heads": 3, "slide": [9, 64, 1]},
     ),
+    "a small grid, an even window": (
+        "11_inside_a_kernel",
+        {"side": 64, "window": 12, "heads": 2, "head_dim": 128, "shown_windows": [4, 64], "repetitions": 5},
+    ),
     "few points, patches that do not divide them": (
         "13_points",
         {"drawn": 256, "query": 0, "tissue_window": 3, "room_window": 7, "counted": 1024, "patch_size": 300}
@@ -116,6 +120,14 @@ WRONG = {
     "10_in_a_model": {"text_attentions": ["dilated"], "steps": 0, "text_length": 4, "text_width": 24, "layers": 0}
     | {"picture_side": 4, "context_lengths": [8], "first_segment": 0, "heads": 0, "head_dim": 7, "dtype": "half"}
     | {"slide": [16, 60, 2]},
+    "11_inside_a_kernel": {
+        "side": 96,
+        "window": 129,
+        "heads": 0,
+        "head_dim": 32,
+        "shown_windows": [200],
+        "repetitions": 0,
+    },
     "14_directions": {"grid_side": 8, "first_segment": 0, "seen_windows": [4], "searched_points": 100, "swaps": 1}
     | {"picture_steps": 0, "picture_side": 18, "order_side": 24, "order_width": 24, "order_layers": 0}
     | {"order_batch": 0, "order_steps_seeds": [3, 2]},

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STEP_SWEEP, LIBRARY = "steps of a kernel", "the library's kernel"
 TILE = 64  # queries of a program
-SAMPLED_PROGRAMS = 8  # of a step whose programs all do the same
+SAMPLED_PROGRAMS = 4  # of a step whose programs all do the same
 SAMPLED_ROWS = 4  # of a program, held against float64
 ALL, TOUCHED, CORNER = "ALL", "TOUCHED", "CORNER"
 
