@@ -165,6 +165,22 @@ def out_and_lse(tensors: Sequence[Tensor], pattern, backend: str, **options) -> 
     return _call(pattern, backend, **options)(*tensors[:-1])
 
 
+HIDDEN = ("some", "ends", "stretches", "all")
+
+
+def hidden_keys(kind: str, batch: int, length: int) -> Tensor:
+    """A mask of some keys, of those from a row on, of long stretches, or of all keys of the first sequence."""
+    mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(length)) < 0.1
+    row = torch.arange(length)
+    if kind == "ends":
+        mask = row >= torch.tensor([3 * length // 4, length // 3])[:batch, None]
+    if kind == "stretches":
+        mask |= (row < length // 4) | (row % 400 > 130)
+    if kind == "all":
+        mask[0] = True
+    return mask
+
+
 def exactly(tensors: Sequence[Tensor], pattern, **options) -> tuple[Tensor, ...]:
     """The same of the reference in float64."""
     return attended([x.double() for x in tensors], pattern, "reference", **options)

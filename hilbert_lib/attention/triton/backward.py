@@ -122,6 +122,9 @@ def _dq_walk(
         key, slot, load = geometry.key_rows(
             start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER
         )  # [BLOCK_N], [BLOCK_N], [BLOCK_N, BLOCK_D]
+        if MASKED and PADDING:  # 0 * NaN is NaN: what is masked is not read
+            valid &= tl.load(padding_row + key, mask=valid, other=1) == 0
+            load = valid[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
         k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -132,8 +135,6 @@ def _dq_walk(
             )  # [BLOCK_M, BLOCK_N]
             if CAUSAL:
                 allowed &= key[None, :] <= position[:, None]
-            if PADDING:
-                allowed &= (tl.load(padding_row + key, mask=valid, other=1) == 0)[None, :]
             weights = tl.where(allowed, weights, 0.0)  # [BLOCK_M, BLOCK_N]
         dweights = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if DROPOUT:
@@ -181,11 +182,12 @@ def dkv_kernel(
     v_ptrs = (
         v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + slot[:, None] * stride_vn + dims[None, :]
     )  # [BLOCK_N, BLOCK_D]
-    k_tile = tl.load(k_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-    v_tile = tl.load(v_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
     sees = exists  # [BLOCK_N]
     if PADDING:
         sees &= tl.load(padding + b.to(tl.int64) * keys + position, mask=exists, other=1) == 0
+    # 0 * NaN is NaN: what is masked is not read.
+    k_tile = tl.load(k_ptrs, mask=sees[:, None] & in_dim, other=0.0)  # [BLOCK_N, BLOCK_D]
+    v_tile = tl.load(v_ptrs, mask=sees[:, None] & in_dim, other=0.0)  # [BLOCK_N, BLOCK_D]
     dkv_rows = ((b.to(tl.int64) * keys + slot) * kv_heads + g) * HEAD_DIM  # [BLOCK_N]
 
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]

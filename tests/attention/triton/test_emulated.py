@@ -11,7 +11,7 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, NORM_TOLERANCE, determinism, differentiated, drawn_dlse, stored
+from cases import HIDDEN, LAYOUTS, NORM_TOLERANCE, determinism, differentiated, drawn_dlse, hidden_keys, stored
 from cases import drawn as tokens
 
 from hilbert_lib import DilatedPattern
@@ -23,8 +23,7 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 CASES = 32
 # A seed, and whether torch asks for determinism: then the copy engine sums no dq.
 CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
-MASKS = ("some", "ends", "stretches", "all")
-PADDED = [(seed, MASKS[seed % 4]) for seed in range(CASES)]  # a seed, and which keys a mask hides
+PADDED = [(seed, HIDDEN[seed % 4]) for seed in range(CASES)]  # a seed, and which keys a mask hides
 HEAD_DIMS = (40, 48, 64, 80, 128)
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 
@@ -75,17 +74,7 @@ def drawn(seed: int) -> Case:
 
 
 def mask_of(case: Case) -> torch.Tensor | None:
-    """Which keys are hidden: some of them, those from a row on, long stretches, or all of the first sequence."""
-    generator = torch.Generator().manual_seed(case.length)
-    mask = torch.rand(case.batch, case.length, generator=generator) < 0.1
-    row, length = torch.arange(case.length), case.length
-    if case.mask == "ends":
-        mask = row >= torch.tensor([3 * length // 4, length // 3])[: case.batch, None]
-    if case.mask == "stretches":
-        mask |= (row < length // 4) | (row % 400 > 130)
-    if case.mask == "all":
-        mask[0] = True
-    return None if case.mask == "none" else mask
+    return None if case.mask == "none" else hidden_keys(case.mask, case.batch, case.length)
 
 
 @cache
@@ -157,16 +146,17 @@ def test_they_equal_it_beside_a_mask_of_keys(sources, seed, mask):
     assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 10, 19])  # whole and causal, of 64 columns and of 128
-def test_nothing_that_masked_keys_hold_reaches_a_result(sources, seed):
+def test_nothing_that_masked_keys_hold_reaches_a_result(sources, seed, is_deterministic):
     case = drawn(seed)._replace(mask="some", layout="bshd")
     q, k, v, dout = (x.clone() for x in expected(case)[0])
     hidden = mask_of(case)
     k[hidden], v[hidden] = torch.nan, -100.0
-    assert fault_in(sources, case, results_for(sources, case, (q, k, v, dout))) is None
+    assert fault_in(sources, case, results_for(sources, case, (q, k, v, dout), is_deterministic)) is None
     assert not has_run_again(sources)
     v[hidden] = torch.inf  # 0 * inf: the plain kernel runs once more
-    assert fault_in(sources, case, results_for(sources, case, (q, k, v, dout))) is None
+    assert fault_in(sources, case, results_for(sources, case, (q, k, v, dout), is_deterministic)) is None
     assert has_run_again(sources)
 
 

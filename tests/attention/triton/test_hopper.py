@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cases import attended, determinism, drawn, exactly, norms, stored
+from cases import HIDDEN, attended, determinism, drawn, exactly, hidden_keys, norms, stored
 
 from hilbert_lib import DilatedPattern, dilated_attention
 
@@ -80,6 +80,25 @@ def test_output_and_gradients_equal_the_reference(served, case, heads_first, dty
         roundings = len(pattern.branches) if "divided" in how else 0  # beside the one that every result has
         most = (tolerance**2 + roundings * (torch.finfo(dtype).eps / 4) ** 2) ** 0.5
         assert error < most, f"{how}: {error}"
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize("case", CASES)
+def test_beside_a_mask_of_keys_they_equal_the_reference_whatever_these_hold(served, case, kind):
+    branches, length, heads, kv_heads, head_dim, is_causal = CASES[case]
+    pattern, hidden = DilatedPattern(*branches), hidden_keys(kind, 2, length).to(DEVICE)
+    tensors, options = tokens(length, heads, kv_heads, head_dim), {"is_causal": is_causal, "key_padding_mask": hidden}
+    expected = exactly(tensors, pattern, **options)
+    q, k, v, dout = tensors
+    k, v = k.clone(), v.clone()
+    k[hidden] = torch.nan
+    for value in (100.0, torch.inf):
+        v[hidden] = value
+        for deterministic in (False, True):
+            with determinism(deterministic):
+                found = served((q, k, v, dout), pattern, **options)
+            assert torch.equal(found[1] == -torch.inf, expected[1] == -torch.inf)
+            assert off(found, expected) < 6e-3
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
