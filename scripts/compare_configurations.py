@@ -1,8 +1,9 @@
 """Other tile sizes of the plain kernels beside the library's: whole calls in turn, on this GPU.
 
-What to put into `CONFIGS` of attention/triton/arguments.py is seen here; reports/HISTORY.md has what it gave. A
-candidate is one kernel's; the others of the call keep the library's. 16-bit calls of up to 128 elements a row read k
-and v through a table, since without one Hopper's own kernels serve them.
+What to put into `CONFIGS` of attention/triton/arguments.py, or into `ELSEWHERE` on a GPU that is no Hopper one, is seen
+here; reports/HISTORY.md has what it gave. A candidate is one kernel's; the others of the call keep the library's.
+16-bit calls of up to 128 elements a row read k and v through a table, since without one Hopper's own kernels serve
+them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 from triton import OutOfResources
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention.triton.arguments import CONFIGS, Config
+from hilbert_lib.attention.triton.arguments import CONFIGS, ELSEWHERE, Config, is_measured
 from hilbert_lib.lab.pairs import Results, run_sides
 from hilbert_lib.lab.workload import Workload
 
@@ -56,15 +57,21 @@ GROUPS = {
 }
 
 
+def library() -> dict[str, dict[tuple[int, int], Config]]:
+    """The library's configurations for this GPU."""
+    is_hopper = is_measured(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return CONFIGS if is_hopper else ELSEWHERE
+
+
 @contextmanager
 def in_place(kernel: str, key: tuple[int, int], config: Config) -> Iterator[None]:
     """A configuration in place of the library's."""
-    ours = CONFIGS[kernel][key]
-    CONFIGS[kernel][key] = config
+    table = library()[kernel]
+    ours, table[key] = table[key], config
     try:
         yield
     finally:
-        CONFIGS[kernel][key] = ours
+        table[key] = ours
 
 
 def name_of(config: Config) -> str:
@@ -85,7 +92,7 @@ def pairs(group: tuple[str, tuple[int, int]], length: int, heads: int, device: t
     options = {"kv_ordering": Ordering.linear(length) if through_a_table else None, "backend": "triton"}
     about = {"sweep": "configurations", "kernel": kernel, "table": through_a_table}
     ours = work.side(
-        name_of(CONFIGS[kernel][group[1]]),
+        name_of(library()[kernel][group[1]]),
         lambda q, k, v, work: dilated_attention(q, k, v, PATTERN, **options),
         "forward" if kernel == "forward" else "backward",
         **about,

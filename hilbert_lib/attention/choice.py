@@ -22,6 +22,7 @@ from hilbert_lib.attention.rules import (
     POINTS,
     Rule,
     grid_rule,
+    on_architecture,
 )
 from hilbert_lib.attention.starts import has_starts
 from hilbert_lib.attention.triton.hopper.division import is_reached
@@ -96,7 +97,7 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     if call.pattern.length is not None:
         order = "" if call.ordering is None else call.ordering.kind
         has_plain_backward = gradient and q.shape[-1] > PLAIN_BACKWARD_FROM
-        return _that_serves(grid_rule(q.device.type, q.element_size(), order, has_plain_backward), call)
+        return _that_serves(_known_grid_rule(q.device, q.element_size(), order, has_plain_backward), call)
     return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
 
 
@@ -120,7 +121,14 @@ def _known_rule(device: torch.device, dtype: torch.dtype, all_pairs: bool = Fals
     if device.type != "cuda":
         return CPU_RULE
     rules = ALL_PAIRS_RULES if all_pairs else HALF_RULES
-    return rules[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
+    architecture = get_gpu_info(device).architecture
+    return on_architecture(rules[architecture] if dtype.itemsize == 2 else FULL_RULE, architecture)
+
+
+@compile_time_constant
+def _known_grid_rule(device: torch.device, element_size: int, order: str, has_plain_backward: bool) -> Rule:
+    rule = grid_rule(device.type, element_size, order, has_plain_backward)
+    return rule if device.type != "cuda" else on_architecture(rule, get_gpu_info(device).architecture)
 
 
 def choose(

@@ -58,6 +58,17 @@ POINTS = Rule(("triton", "eager"), "the only ones that read lists")
 COMPACT_ORDERS = ("hilbert", "morton", "tile")  # whose blocks are compact
 
 
+def on_architecture(rule: Rule, architecture: str) -> Rule:
+    """A rule for a GPU of an architecture. The record of a rule that was measured says where it was not.
+
+    >>> on_architecture(FULL_RULE, "Ada").record
+    'float32 on an H200, reports/HISTORY.md; float64 has eager alone; not measured on this kind of GPU (Ada)'
+    """
+    if architecture == "Hopper" or rule.record == NOT_MEASURED:  # all that was measured was so on Hopper
+        return rule
+    return Rule(rule.order, f"{rule.record}; not measured on this kind of GPU ({architecture})")
+
+
 def grid_rule(device: str, element_size: int, order: str, has_plain_backward: bool = False) -> Rule:
     """The rule for a call on a grid.
 

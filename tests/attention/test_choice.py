@@ -38,7 +38,7 @@ from hilbert_lib.lab.selection import choice_table, shape_class
 from hilbert_lib.lab.sweeps.grids import GRID_SWEEP
 from hilbert_lib.lab.tables import of_sweep, ratio_table, side_table
 from hilbert_lib.lab.workload import Workload
-from hilbert_lib.machine import ARCHITECTURES
+from hilbert_lib.machine import ARCHITECTURES, gpu_info
 from hilbert_lib.patterns.all_pairs import AllPairs
 
 PATTERN = DilatedPattern((8, 32), (1, 4))
@@ -131,6 +131,42 @@ def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rul
             fastest_first = each.sort_values("tflop_per_s", ascending=False).kernel.map(names)
             timed = [name for name in rule.order if name in names.values()]
             assert list(fastest_first) == timed, (run, work)
+
+
+def on_a_gpu(monkeypatch, capability: tuple[int, int], kib: int) -> None:
+    """A GPU that is not here: questions about a device are answered as for it."""
+    properties = SimpleNamespace(
+        name="a GPU", total_memory=2**34, multi_processor_count=80, L2_cache_size=2**22,
+        shared_memory_per_block_optin=kib * 1024,
+    )  # fmt: skip
+    info = gpu_info(capability, properties)
+    for module in (choice, fused):
+        monkeypatch.setattr(module, "get_gpu_info", lambda device: info)
+    monkeypatch.setattr(fused, "kernel_mode", lambda: "compiled")
+    monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
+
+
+@pytest.mark.parametrize(("capability", "kind"), [((8, 0), "Ampere"), ((8, 9), "Ada"), ((12, 0), "Blackwell")])
+def test_a_rule_says_that_it_was_measured_on_another_kind_of_gpu(monkeypatch, capability, kind):
+    on_a_gpu(monkeypatch, capability, 99)
+    device, near = torch.device("cuda", 0), Neighbourhood((8, 8), 3)
+    asked = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=(1, 64, 2, 64), element_size=lambda: 2)
+    words = f"; not measured on this kind of GPU ({kind})"
+    of_grids = choice._rule_for(asked, Request(near.of_heads(2)), gradient=False)
+    assert (of_grids.order, of_grids.record) == (rules.GRID_BY_ROW.order, rules.GRID_BY_ROW.record + words)
+    assert choice._known_rule(device, torch.float32).record == FULL_RULE.record + words
+    assert choice._known_rule(device, torch.bfloat16).record == rules.NOT_MEASURED
+    on_a_gpu(monkeypatch, (9, 0), 227)
+    assert choice._rule_for(asked, Request(near.of_heads(2)), gradient=False) == rules.GRID_BY_ROW
+    assert choice._known_rule(device, torch.float32) is FULL_RULE
+
+
+@pytest.mark.parametrize(("capability", "kib", "refused"), [((8, 6), 99, False), ((7, 5), 64, True)])
+def test_the_fused_kernels_serve_every_gpu_with_room_for_their_tiles(monkeypatch, capability, kib, refused):
+    on_a_gpu(monkeypatch, capability, kib)
+    reason = fused.absence(torch.device("cuda", 0))
+    assert bool(reason) == refused
+    assert not refused or "need 101376 bytes of shared memory, this GPU has 65536" in reason
 
 
 def test_an_exported_program_asks_for_no_length(monkeypatch):

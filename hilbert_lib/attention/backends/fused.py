@@ -21,16 +21,16 @@ from hilbert_lib.machine import get_gpu_info, kernel_mode
 
 
 @compile_time_constant
-def absence(device: torch.device, shared_bytes: int = limits.SHARED_BYTES) -> str:
-    """The reason why fused kernels do not run on a device, or "". shared_bytes: shared memory that their tiles need."""
+def absence(device: torch.device) -> str:
+    """The reason why fused kernels do not run on a device, or ""."""
     if kernel_mode() == "absent":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         return "no GPU; with TRITON_INTERPRET=1 its kernels are interpreted"
     if kernel_mode() == "compiled" and device.type != "cuda":
         return f"needs a CUDA device, got {device.type}"
-    if device.type == "cuda" and (room := get_gpu_info(device).shared_memory_bytes) < shared_bytes:
-        return f"its tiles need {shared_bytes} bytes of shared memory, this GPU has {room}"
+    if device.type == "cuda" and (room := get_gpu_info(device).shared_memory_bytes) < limits.SHARED_BYTES:
+        return f"its tiles need {limits.SHARED_BYTES} bytes of shared memory, this GPU has {room}"
     return ""
 
 
@@ -113,13 +113,13 @@ def _workspace(
     if direction == "forward":
         if decode.serves(q, k, call):
             return {"parts of the keys, float32": _parts(q, k, call) * (in_float + lse)}
-        if _is_one_pass("forward", q, k, call):
+        if _is_one_pass("forward", q, k, call, device):
             return {}
         return {"partial out, float32": in_float, "partial lse": lse}
     workspace = {"delta": lse}
-    if not _is_one_pass("dq", q, k, call):
+    if not _is_one_pass("dq", q, k, call, device):
         workspace["partial dq, float32"] = in_float
-    if not _is_one_pass("dkv", q, k, call):
+    if not _is_one_pass("dkv", q, k, call, device):
         workspace["partial dk and dv, float32"] = 2 * 4 * k.numel()
     return workspace
 
@@ -137,17 +137,16 @@ def _hopper_workspace(
     workspace = {"delta": 4 * batch * rows * heads}
     if not torch.are_deterministic_algorithms_enabled():
         workspace["sums of dq, float32"] = 4 * q.numel()
-    elif not _is_one_pass("dq", q, k, call):
+    elif not _is_one_pass("dq", q, k, call, device):
         workspace["partial dq, float32"] = 4 * q.numel()
     return workspace
 
 
-def _is_one_pass(kernel: str, q: Tensor, k: Tensor, call: Request) -> bool:
+def _is_one_pass(kernel: str, q: Tensor, k: Tensor, call: Request, device: torch.device) -> bool:
     # Whether a plain kernel serves all branches in one pass.
     from hilbert_lib.attention.triton import arguments
 
-    configs = arguments.CONFIGS[kernel].items()
-    config = next(c for (size, largest), c in configs if size == q.element_size() and q.shape[-1] <= largest)
+    config = arguments.compiled_config(kernel, q, device)
     block = config.block_m if kernel != "dkv" else config.block_n
     return len(schedule.passes(call.pattern, k.shape[1], block)) == 1
 

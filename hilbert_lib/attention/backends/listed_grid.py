@@ -17,7 +17,6 @@ from hilbert_lib.attention.backends.fused import absence, kernel_limits
 from hilbert_lib.attention.grid_lists import Box, Patterns
 from hilbert_lib.attention.grid_parts import has_all_keys
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
-from hilbert_lib.attention.triton import limits
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern
@@ -148,7 +147,7 @@ def _backend(serves: type[Pattern], note: str) -> Backend:
         functions=_functions,
         limits=_limits,
         of_keys=_of_keys,
-        here=lambda q, request: absence(q.device, limits.LISTS_SHARED_BYTES),
+        here=lambda q, request: absence(q.device),
         reads_orderings=True,
         caveat=listed.CAVEAT,
         workspace=_workspace,

@@ -1,6 +1,7 @@
 """Configurations of the kernels, and the grid and arguments that all launches share."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -11,6 +12,7 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import packed, schedule
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.start import Made
+from hilbert_lib.machine import get_gpu_info
 
 
 @dataclass(frozen=True)
@@ -26,31 +28,63 @@ class Config:
 
 
 INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
-# (bytes of an element, largest head_dim) -> configuration. Each fits an A100's shared memory. Times on an H200 are in
-# reports/HISTORY.md ("Configurations of the plain kernels"), of other configurations too.
+# (bytes of an element, largest head_dim) -> configuration, for Hopper. Times on an H200 are in reports/HISTORY.md
+# ("Configurations of the plain kernels", and "float32" for products of TF32), of other configurations too.
 CONFIGS = {
     "forward": {
         (2, 64): Config(128, 64, 4, 3), (2, 128): Config(128, 64, 8, 3), (2, 256): Config(64, 64, 8, 2),
-        (4, 64): Config(64, 64, 8, 2), (4, 128): Config(64, 32, 8, 2), (4, 256): Config(32, 32, 8, 2),
+        (4, 64): Config(64, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 32, 8, 1),
     },
     "dq": {
         (2, 64): Config(64, 64, 4, 3), (2, 128): Config(128, 64, 8, 3), (2, 256): Config(64, 32, 4, 2),
-        (4, 64): Config(32, 32, 4, 2), (4, 128): Config(64, 32, 8, 2), (4, 256): Config(16, 16, 4, 1),
+        (4, 64): Config(64, 32, 4, 1), (4, 128): Config(16, 64, 4, 1), (4, 256): Config(16, 16, 8, 1),
     },
     "dkv": {
         (2, 64): Config(32, 128, 8, 3), (2, 128): Config(32, 128, 8, 3), (2, 256): Config(32, 64, 8, 2),
-        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 4, 1),
+        (4, 64): Config(64, 16, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
+    },
+}  # fmt: skip
+# The same for every other GPU. Products of mma.sync hold their operands in registers, and an RTX 3090, 4090 or 5090
+# gives a block 99 KiB of shared memory. So tiles are smaller: compiled for each kind of GPU, no loop of products keeps
+# a register in memory (docs/kernels.md has the table).
+ELSEWHERE = {
+    "forward": {
+        (2, 64): Config(128, 32, 8, 2), (2, 128): Config(128, 32, 8, 2), (2, 256): Config(64, 32, 8, 1),
+        (4, 64): Config(64, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
+    },
+    "dq": {
+        (2, 64): Config(64, 32, 4, 2), (2, 128): Config(64, 32, 4, 2), (2, 256): Config(64, 32, 8, 1),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(16, 64, 4, 1), (4, 256): Config(16, 16, 8, 1),
+    },
+    "dkv": {
+        (2, 64): Config(32, 64, 4, 2), (2, 128): Config(16, 128, 8, 1), (2, 256): Config(16, 64, 8, 1),
+        (4, 64): Config(64, 16, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 
+@cache  # every call asks
+def is_measured(device: torch.device) -> bool:
+    """Whether steps that were measured on Hopper are a device's. Where there is no GPU, one of Hopper is estimated."""
+    return get_gpu_info(device).architecture in ("Hopper", "none")
+
+
+def fitting(measured: dict, elsewhere: dict, q: Tensor, device: torch.device) -> object:
+    """The entry for q of a device's table, which is by (bytes of an element, largest head_dim)."""
+    table = measured if is_measured(device) else elsewhere
+    size, head_dim = q.element_size(), q.shape[-1]
+    return next(entry for (bytes_, largest), entry in table.items() if bytes_ == size and head_dim <= largest)
+
+
 def config_of(kernel: str, q: Tensor) -> Config:
-    """The configuration of a kernel for the dtype and head_dim of q."""
-    if is_interpreted():
-        return INTERPRETED[kernel]
-    configs = CONFIGS[kernel].items()
-    return next(config for (size, largest), config in configs if size == q.element_size() and q.shape[-1] <= largest)
+    """The configuration of a kernel for the dtype, the head_dim and the device of q."""
+    return INTERPRETED[kernel] if is_interpreted() else compiled_config(kernel, q, q.device)
+
+
+def compiled_config(kernel: str, q: Tensor, device: torch.device) -> Config:
+    """The same where kernels are compiled, for a device on which q need not be."""
+    return fitting(CONFIGS[kernel], ELSEWHERE[kernel], q, device)
 
 
 def strides_of(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:

@@ -113,7 +113,7 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
         **{"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK_M": block_m, "BLOCK_N": block_n},
         **{"PAIRS": geometry.power_of_2(pairs), "SEVERAL": queries > 1, "CAUSAL": call.is_causal},
         **{"GATHER": call.inverse is not None, "PADDING": call.key_padding_mask is not None},
-        **{"DROPOUT": call.dropout_p > 0.0, "PRECISION": geometry.products_of_float32()},
+        **{"DROPOUT": call.dropout_p > 0.0, "PRECISION": products_of_few_rows()},
         **{"num_warps": NUM_WARPS, "num_stages": NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES)},
         **row_starts,
     }
@@ -129,6 +129,11 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
     start(lambda: starts, (q,), keep=False)  # not recorded: every step of decoding is of another kind
     return out, lse
+
+
+def products_of_few_rows() -> str:
+    """The precision of float32 products of a few rows. Bytes bind there, so exact ones cost nothing."""
+    return geometry.products_of_float32("ieee")
 
 
 def step_keys(head_dim: int, element_size: int) -> int:

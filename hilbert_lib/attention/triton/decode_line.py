@@ -21,6 +21,7 @@ from hilbert_lib.attention.triton.decode import (
     NUM_WARPS,
     PROGRAMS,
     merge_kernel,
+    products_of_few_rows,
     rows_held,
     starts_of_rows,
     step_keys,
@@ -63,7 +64,7 @@ def attend_in_windows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
     sizes = {"HEAD_DIM": head_dim, "BLOCK_D": geometry.block_d(head_dim)}
     named = {
         **sizes, "BLOCK_M": block_m, "BLOCK_N": block_n, "CAUSAL": axis.is_causal, "EDGE": EDGES.index(axis.edge),
-        "PRECISION": geometry.products_of_float32(), "num_warps": NUM_WARPS, "num_stages": NUM_STAGES,
+        "PRECISION": products_of_few_rows(), "num_warps": NUM_WARPS, "num_stages": NUM_STAGES,
         "padding": padding, "extra_padding": extra_padding, "bias": bias,
         **starts_of_rows(request),
     }  # fmt: skip

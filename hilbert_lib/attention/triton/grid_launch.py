@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted, strides_of
+from hilbert_lib.attention.triton.arguments import as_computed, fitting, is_interpreted, strides_of
 from hilbert_lib.attention.triton.backward import delta_kernel
 from hilbert_lib.attention.triton.decode_line import attend_in_windows
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
@@ -30,13 +30,22 @@ class Config(NamedTuple):
     keys: int  # of a step of `query_kernel`
     queries: int  # of a step of `key_kernel`
     num_warps: int
+    # With three stages Triton 3.6 computes a wrong float32 dq where rows are looked up in a table (on an H200).
+    num_stages: int = 2
 
 
 INTERPRETED = Config(16, 16, 4)
-# (bytes of an element, largest head_dim) -> configuration. Each fits an A100's shared memory. float32 is multiplied
-# without tensor cores. With the steps of 16 bits and 4 warps, at head_dim 128, the forward of a volume had 32 registers
-# a thread and 11,640 bytes beside them in memory; it has 255 and 112 (compiled for sm_90 by Triton 3.7.1).
-CONFIGS = {(2, 128): Config(64, 32, 4), (2, 256): Config(32, 16, 8), (4, 256): Config(16, 16, 8)}
+# (bytes of an element, largest head_dim) -> configuration, for Hopper; those of float32 are the fastest of some on an
+# H200 (reports/HISTORY.md, "float32"), but past 128 columns, which were not timed.
+CONFIGS = {
+    (2, 128): Config(64, 32, 4), (2, 256): Config(32, 16, 8),
+    (4, 64): Config(32, 32, 4), (4, 128): Config(32, 32, 4), (4, 256): Config(16, 16, 8, 1),
+}  # fmt: skip
+# The same for every other GPU, as `arguments.ELSEWHERE`.
+ELSEWHERE = {
+    (2, 128): Config(32, 16, 4), (2, 256): Config(16, 16, 8),
+    (4, 64): Config(16, 16, 4), (4, 128): Config(16, 16, 4), (4, 256): Config(16, 16, 8, 1),
+}  # fmt: skip
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -142,7 +151,7 @@ def of_queries(
     strides = strides_of("qkvef", inputs.with_rows) | strides_of("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
     config = config_of(q)
-    flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": config.keys, "num_warps": config.num_warps}
+    flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": config.keys, **_resources_of(config)}
     flags |= {"IF_FLAG": flag is not None}
     tensors = inputs._asdict() | {"out": out, "lse": lse, "extra_padding": extra_padding(inputs, request)}
     optional = {"dout": dout, "delta": delta, "dq": dq, "flag": flag}
@@ -167,7 +176,7 @@ def of_keys(
     named |= {"k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "dk": dk, "dv": dv, "EXTRA": extra}
     named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
     config = config_of(inputs.q)
-    named |= {"BLOCK_M": config.queries, "num_warps": config.num_warps}
+    named |= {"BLOCK_M": config.queries, **_resources_of(config)}
     named |= table_of_bias(inputs._replace(bias=None) if extra else inputs, request)
     tiles = -(-k.shape[1] // prod(sides)) * len(dk) if extra else tiles_of(request, sides, keys=True)
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
@@ -203,11 +212,15 @@ def of_bias(
 
 
 def config_of(q: Tensor) -> Config:
-    """The configuration of the kernels for the dtype and head_dim of q."""
+    """The configuration of the kernels for the dtype, the head_dim and the device of q."""
     if is_interpreted():
         return INTERPRETED
-    size, head_dim = q.element_size(), q.shape[-1]
-    return next(config for (bytes_, largest), config in CONFIGS.items() if size == bytes_ and head_dim <= largest)
+    return fitting(CONFIGS, ELSEWHERE, q, q.device)
+
+
+def _resources_of(config: Config) -> dict[str, int]:
+    # Triton's options.
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _sides(q: Tensor, request: Request) -> tuple[int, int, int]:
@@ -271,9 +284,7 @@ def rules(inputs: Tensors, request: Request) -> dict:
         "scale": request.scale, "heads": q.shape[2], "group": q.shape[2] // inputs.k.shape[2],
         "extra": inputs.extra_k.shape[1], "q_rows": q.shape[1], "k_rows": inputs.k.shape[1], "HEAD_DIM": q.shape[3],
         "BLOCK_D": block_d(q.shape[3]), "GATHER": inverse is not None, "PART": part is not None,
-        "PRECISION": products_of_float32(), "num_warps": 4,
-        # With three stages Triton 3.6 computes a wrong float32 dq where rows are looked up in a table (on an H200).
-        "num_stages": 2,
+        "PRECISION": products_of_float32(), "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-SHARED_BYTES = 163 * 1024  # shared memory of a block on an A100: tile shapes are compiled for that and for more
-LISTS_SHARED_BYTES = 99 * 1024  # of those for lists: any GPU of today gives a block as much
+SHARED_BYTES = 99 * 1024  # shared memory of a block on an RTX 3090, 4090 or 5090; no GPU since Ampere gives less
 POSITIONS = 2**30  # kernels hold positions, and sums of two, in int32
 SMALLEST_SCALE = 2.0**-100  # kernels divide by the scale in float32, whose largest number is 2^128
 TILES = 2**24  # of lists: a word of the last one is found by a number of 32 bits

@@ -1,59 +1,70 @@
 """Launches of the plain kernels for packed lists: arguments of the three kernels of `lists`."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.triton.arguments import Config, as_asked, as_computed, is_interpreted, strides_of
+from hilbert_lib.attention.triton.arguments import (
+    Config,
+    as_asked,
+    as_computed,
+    fitting,
+    is_interpreted,
+    strides_of,
+)
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.limits import parts_of_queries, query_tiles
 from hilbert_lib.attention.triton.lists import delta_kernel, key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Made, Start, start
-from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
 
 # Parts of tiles are small ones, so that tests without a GPU see them.
 INTERPRETED = {"forward": Config(64, 64), "dq": Config(32, 32), "dkv": Config(32, 64)}
-# (bytes of an element, largest head_dim) -> configuration. Lists are a few tiles long, so that latency binds: many
-# programs on a multiprocessor, and one or two stages. These were fastest on an H200 for a room of a million voxels and
-# a window of 5; those of float32 and above a head_dim of 128 are not measured. Shared memory is below 99 KiB, the
-# least that a GPU of today has.
+# (bytes of an element, largest head_dim) -> configuration, for Hopper. Lists are a few tiles long, so that latency
+# binds: many programs on a multiprocessor, and one or two stages. These were fastest on an H200 for a room of a million
+# voxels and a window of 5; those of float32 for a grid of 128 x 128 cells and a window of 33. Above a head_dim of 128
+# nothing is measured.
 CONFIGS = {
     "forward": {
         (2, 16): Config(64, 64, 4, 1), (2, 64): Config(64, 64, 4, 2, 128), (2, 128): Config(64, 64, 4, 1, 168),
         (2, 256): Config(64, 32, 8, 1),
-        (4, 64): Config(32, 32, 8, 1), (4, 128): Config(16, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
+        (4, 64): Config(64, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
     },
     "dq": {
         (2, 64): Config(64, 64, 4, 2, 128), (2, 128): Config(64, 32, 4, 1, 168), (2, 256): Config(64, 32, 8, 1),
-        (4, 64): Config(32, 32, 8, 1), (4, 128): Config(16, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
+        (4, 64): Config(64, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
     },
     "dkv": {
         (2, 32): Config(64, 64, 4, 1, 128), (2, 64): Config(64, 64, 4, 1, 168), (2, 128): Config(64, 64, 4, 1),
         (2, 256): Config(32, 32, 8, 1),
-        (4, 64): Config(32, 32, 8, 1), (4, 128): Config(16, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
+        (4, 64): Config(32, 64, 4, 1), (4, 128): Config(16, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
+    },
+}  # fmt: skip
+
+# The same for every other GPU, as `arguments.ELSEWHERE`. Their products need more registers: none is limited.
+ELSEWHERE = {
+    "forward": {
+        (2, 64): Config(64, 32, 4, 1), (2, 128): Config(64, 16, 4, 1), (2, 256): Config(64, 32, 8, 1),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
+    },
+    "dq": {
+        (2, 128): Config(64, 32, 4, 1), (2, 256): Config(64, 32, 8, 1),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
+    },
+    "dkv": {
+        (2, 64): Config(32, 64, 4, 1), (2, 128): Config(16, 64, 4, 1), (2, 256): Config(32, 32, 8, 1),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(16, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
 
 
 def config_of(kernel: str, q: Tensor) -> Config:
-    """The configuration of a kernel for the dtype and head_dim of q."""
+    """The configuration of a kernel for the dtype, the head_dim and the device of q."""
     if is_interpreted():
         return INTERPRETED[kernel]
-    configs = CONFIGS[kernel].items()
-    config = next(x for (size, largest), x in configs if size == q.element_size() and q.shape[-1] <= largest)
-    return config if limits_registers(q.device) else replace(config, maxnreg=None)
-
-
-def limits_registers(device: torch.device) -> bool:
-    """Whether a GPU's registers are limited as `CONFIGS` says: on Hopper, where that was measured.
-
-    Products of other GPUs need more of them, and would keep those in memory.
-    """
-    return get_gpu_info(device).architecture == "Hopper"
+    return fitting(CONFIGS[kernel], ELSEWHERE[kernel], q, q.device)
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:

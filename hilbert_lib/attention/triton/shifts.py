@@ -20,8 +20,10 @@ PROGRAMS = 1024  # of a launch at least, if there are so many tiles: about two f
 
 
 def cells_of(q: Tensor) -> int:
-    """Number of cells of a compiled program's tile. 64 rows of float32 past 128 columns outgrow shared memory."""
-    return 32 if q.element_size() == 4 and q.shape[-1] > 128 else 64
+    """Number of cells of a compiled program's tile. Float32 has fewer past 64 columns: shared memory binds."""
+    if q.element_size() < 4 or q.shape[-1] <= 64:
+        return 64
+    return 32 if q.shape[-1] <= 128 else 16
 
 
 class Shifts(NamedTuple):

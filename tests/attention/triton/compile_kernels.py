@@ -1,9 +1,9 @@
 """Compile kernels for one architecture, without a GPU, and print what their speed and exactness rest on.
 
-The arguments are the architecture, and "sample" or "every". Without arguments the hashes of every kernel for every
-architecture are printed (ptx_hashes.txt): that of a kernel's PTX, without line information, changes only with what is
-compiled, and no file may move a kernel and change it. A process of its own: where TRITON_INTERPRET is set, Triton does
-not compile.
+The arguments are the architecture, and "sample" or "every"; or "portable" and how the names of those that are wanted
+begin (`portable_kernels`). Without arguments the hashes of every kernel for every architecture are printed
+(ptx_hashes.txt): that of a kernel's PTX, without line information, changes only with what is compiled, and no file may
+move a kernel and change it. A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from itertools import product
 import torch
 import triton
 from gathered_starts import gathering
-from held_operands import held_operands, overwritten_tiles, transposed_products
+from held_operands import held_operands, kept_in_memory, overwritten_tiles, transposed_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -29,13 +29,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.starts import STARTS
-from hilbert_lib.attention.triton import copies, grid_launch, lists_launch
+from hilbert_lib.attention.triton import arguments, copies, grid_launch, lists_launch
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
-from hilbert_lib.attention.triton.arguments import CONFIGS
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.decode_line import line_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
+from hilbert_lib.attention.triton.geometry import products_of_float32
 from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
 from hilbert_lib.attention.triton.hopper import grid_launch as box_launch
@@ -49,6 +49,7 @@ from hilbert_lib.patterns.packed_lists import PackedLists
 from hilbert_lib.patterns.points import ListedPairs
 
 ARCHITECTURES = (80, 90, 100)
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "extra_k", "extra_v", "bias"), "*bf16"),
     **dict.fromkeys(("lse", "dlse", "delta", "partial_out", "partial_lse"), "*fp32"),
@@ -78,10 +79,15 @@ ROLES = {
 BESIDE_BOXES = ("table_kernel", "bound_kernel", "gradient_kernel")
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
-    **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
+    **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": products_of_float32()},
     **dict.fromkeys(("GATHER", "PADDING", "DROPOUT", "READ_PARTIAL", "WRITE_PARTIAL", "IF_FLAG"), False),
     "documents": None,
 }
+
+
+def configure(architecture: int) -> None:
+    """Gives the launches the steps of an architecture, since they ask for a GPU's."""
+    arguments.is_measured = lambda device: architecture == 90
 
 
 def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int):
@@ -104,12 +110,13 @@ def compiled(kernel, types: dict, constants: dict, options: dict, architecture: 
     return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
 
 
-def configured(name: str, size: int, head_dim: int) -> tuple:
-    """What `compiled` takes for a fused kernel as it is configured, before the architecture."""
-    config = CONFIGS[name][size, head_dim]
+def configured(name: str, size: int, head_dim: int, **flags: bool) -> tuple:
+    """What `compiled` takes for a fused kernel as it is configured for `configure`, before the architecture."""
+    like = torch.empty(0, head_dim, dtype=DTYPES[size])
+    config = arguments.config_of(name, like)
     types = ATTENTION_TYPES if size == 2 else {x: kind.replace("bf16", "fp32") for x, kind in ATTENTION_TYPES.items()}
     constants = {**ATTENTION_FLAGS, "HEAD_DIM": head_dim, "BLOCK_D": head_dim}
-    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n} | flags
     return ATTENTION[name], types, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
@@ -118,7 +125,7 @@ def plain_kernels() -> dict[str, tuple]:
     made = {
         f"{name} {size} {head_dim}": configured(name, size, head_dim)
         for name in ATTENTION
-        for size, head_dim in CONFIGS[name]
+        for size, head_dim in arguments.CONFIGS[name]
     }
     for name in ATTENTION:
         kernel, types, constants, options = made[f"{name} 2 128"]
@@ -204,12 +211,14 @@ def copy_kernels() -> dict[str, tuple]:
     return found
 
 
-def list_kernels(architecture: int) -> dict[str, tuple]:
-    """What reads packed lists, as it is launched: without options, and with extra keys and masks; what makes them."""
+def list_kernels(both: bool = False) -> dict[str, tuple]:
+    """What reads packed lists, as it is launched: without options, and with extra keys and masks; what makes them.
+
+    both: at both head_dims without and with options, and nothing that makes lists.
+    """
     found, starts = {}, []
-    lists_launch.limits_registers = lambda device: architecture == 90
     lists_launch.start = gathering(starts)
-    for columns, more in ((64, False), (128, True)):
+    for columns, more in product((64, 128), (False, True)) if both else ((64, False), (128, True)):
         starts.clear()
         x, lists = torch.zeros(1, 64, 2, columns, dtype=torch.bfloat16), PackedLists.from_mask(torch.ones(64, 64) > 0)
         extra = x[:, : 10 if more else 0]
@@ -220,6 +229,8 @@ def list_kernels(architecture: int) -> dict[str, tuple]:
         lists_launch.backward(out, given, out, lse, request)
         for name, each in zip(("forward", "delta", "dq", "dkv", "extra"), starts, strict=False):
             found[f"lists {name} {columns} {more}"] = as_started(each)
+    if both:
+        return found
     window = torch.zeros(3, 64, dtype=torch.int32)
     for name, dtype in (("met", torch.bool), ("words", torch.int64)):
         numbers, results = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 64, dtype=dtype)
@@ -336,11 +347,10 @@ def for_grids(module, of: str) -> dict[str, tuple]:
 
 def for_grids_by_dtype() -> dict[str, tuple]:
     """The plain kernels for grids in each configuration, of a volume with all that a call may ask for."""
-    dtypes = {2: torch.bfloat16, 4: torch.float32}
     return {
         f"grid {name} {size} {columns}": call
         for size, columns in grid_launch.CONFIGS
-        for name, call in launched(grid_launch, columns, VOLUME, True, dtype=dtypes[size])
+        for name, call in launched(grid_launch, columns, VOLUME, True, dtype=DTYPES[size])
     }
 
 
@@ -403,14 +413,36 @@ def hopper_kernels() -> dict[str, tuple]:
 
 def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
+    configure(architecture)
     every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels() | copy_kernels()
-    every |= list_kernels(architecture)
+    every |= list_kernels()
     if architecture == 80:  # whose shared memory is the least
         every |= for_grids_by_dtype()
     if architecture != 90:
         return every
     grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
     return every | hopper_kernels() | grids | kernels_with_bias() | strided_kernels() | wide_kernels()
+
+
+def portable_kernels(architecture: int) -> dict[str, tuple]:
+    """The plain kernels that any GPU runs, in bfloat16, of each kind of pattern: plain calls, and calls with all."""
+    configure(architecture)
+    with_all = dict.fromkeys(("PADDING", "GATHER"), True)
+    of_sequences = {
+        f"sequence {name} {head_dim}{more}": configured(name, 2, head_dim, **flags)
+        for head_dim, (more, flags), name in product((64, 128), (("", {}), (" all", with_all)), ATTENTION)
+    }
+    of_grids = {
+        f"grid {name} {head_dim}{' all' if more else ''}": call
+        for head_dim, (near, more) in product((64, 128), ((PLANE, False), (VOLUME, True)))
+        for name, call in launched(grid_launch, head_dim, near, more)
+    }
+    of_lists = {
+        name.removesuffix(" False").replace("True", "all"): call
+        for name, call in list_kernels(both=True).items()
+        if not name.startswith("lists delta")
+    }
+    return of_sequences | of_grids | of_lists
 
 
 def sass_of(kernel) -> str:
@@ -434,6 +466,19 @@ def of_warp_specialised(kernel, ptxas_log: str) -> dict:
         "serialized": ptxas_log.count("are serialized"),
         "exponentials": [loop.count("MUFU.EX2") for loop in loops],
         **held_operands(sass),
+    }
+
+
+def resources(kernel, ptxas_log: str) -> dict:
+    """Registers of a thread, bytes that it keeps in memory beside them, and how often loops of products move these."""
+    (registers,), (spilled,) = (
+        re.findall(wanted, ptxas_log) for wanted in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    spilled = int(spilled)
+    return {
+        "registers": int(registers),
+        "spilled": spilled,
+        "in loops": kept_in_memory(sass_of(kernel)) if spilled else 0,
     }
 
 
@@ -461,6 +506,7 @@ def facts(name: str, call: tuple, architecture: int) -> dict:
         "triton": triton.__version__,
         "hash": f"{architecture} {name}: {hashlib.sha256(ptx.encode()).hexdigest()[:16]}",
         "shared": made.metadata.shared,
+        **resources(made, log.getvalue()),
         "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
         "overwritten": overwritten_tiles(made.asm["ttgir"]),
         "transposed": transposed_products(made.asm["ttgir"]),
@@ -488,7 +534,11 @@ if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True  # to standard output
     if sys.argv[1:]:
         architecture, which = int(sys.argv[1]), sys.argv[2]
-        calls = kernels_for(architecture)
+        if which == "portable":
+            wanted = tuple(sys.argv[3:]) or ("",)
+            calls = {name: x for name, x in portable_kernels(architecture).items() if name.startswith(wanted)}
+        else:
+            calls = kernels_for(architecture)
         if which == "sample":
             calls = {name: call for name, call in calls.items() if name in SAMPLE}
         print(json.dumps({name: facts(name, call, architecture) for name, call in calls.items()}))

@@ -1,8 +1,30 @@
-"""What a Hopper kernel does to operands of its products before these have read them."""
+"""What a kernel does to operands of its products before these have read them, and what it keeps in memory meanwhile."""
 
 import re
 from collections import Counter
 from itertools import product
+
+
+def code_and_loops(sass: str) -> tuple[list[str], list[range]]:
+    """The instructions that nvdisasm prints, without guards, and the loops among them."""
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
+            code.append(instruction[1])
+    jumps = {n: labels[to[1]] for n, x in enumerate(code) if (to := re.match(r"BRA.*`\((\.L_x_\d+)\)", x))}
+    return code, [range(begin, end + 1) for end, begin in jumps.items() if begin <= end]
+
+
+def kept_in_memory(sass: str) -> int:
+    """Reads and writes of registers that are kept in memory, in the innermost loops of those that hold a product."""
+    code, loops = code_and_loops(sass)
+    products = [n for n, instruction in enumerate(code) if re.match(r"\w*MMA\b", instruction)]
+    loops = [loop for loop in loops if any(n in loop for n in products)]
+    inner = [loop for loop in loops if not any(x != loop and x[0] in loop and x[-1] in loop for x in loops)]
+    moves = [n for n, instruction in enumerate(code) if re.match(r"(?:LDL|STL)\b", instruction)]
+    return sum(any(n in loop for loop in inner) for n in moves)
 
 
 def held_operands(sass: str) -> dict:
@@ -11,14 +33,7 @@ def held_operands(sass: str) -> dict:
     Nothing may write such an operand between the load that makes it and the last pass: not its loop, nor those loops
     around it that do not hold the load. One that a pass makes for the next would count as spoilt.
     """
-    code, labels = [], {}
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
-            code.append(instruction[1])
-    jumps = {n: labels[to[1]] for n, x in enumerate(code) if (to := re.match(r"BRA.*`\((\.L_x_\d+)\)", x))}
-    loops = [range(begin, end + 1) for end, begin in jumps.items() if begin <= end]
+    code, loops = code_and_loops(sass)
     writes = {}  # of a register: where
     for n, instruction in enumerate(code):
         if (to := re.match(r"(\S+) (?:U?P[T\d]+, )?R(\d+)\b", instruction)) and not to[1].startswith(

@@ -1,6 +1,7 @@
 """The kernels for packed lists equal a float64 oracle; without a GPU they run here in Triton's interpreter."""
 
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_lists_by_kernels_are_those_by_comparison(kind, monkeypatch):
 def test_configurations_of_gpus_equal_the_oracle(kernel, dtype, monkeypatch):
     """Of each kernel, all that a GPU is given; the interpreter has its own."""
     torch.manual_seed(2)
-    for (size, head_dim), config in launch.CONFIGS[kernel].items():
+    for (size, head_dim), config in chain(launch.CONFIGS[kernel].items(), launch.ELSEWHERE[kernel].items()):
         if size == dtype.itemsize:
             others = launch.INTERPRETED if DEVICE == "cpu" else {}
             monkeypatch.setattr(launch, "INTERPRETED", others | {kernel: config})

@@ -240,8 +240,10 @@ def test_the_widest_heads_equal_the_reference(head_dim):
     assert_close(found, expected, 2e-5)
 
 
-@pytest.mark.parametrize("allowed", ["ieee", "tf32"])
-def test_float32_is_multiplied_as_torchs_own_setting_says(monkeypatch, allowed):
+@pytest.mark.parametrize(
+    ("allowed", "tiles", "few_rows"), [("ieee", "tf32x3", "ieee"), ("tf32", "tf32", "tf32")], ids=["ieee", "tf32"]
+)
+def test_float32_is_multiplied_as_torchs_own_setting_says(monkeypatch, allowed, tiles, few_rows):
     seen = []
 
     def watched(make, *more, **options):
@@ -263,7 +265,7 @@ def test_float32_is_multiplied_as_torchs_own_setting_says(monkeypatch, allowed):
             dilated_attention(q[:, -1:], k, v, DilatedPattern((16,), (1,)), query_start=15, backend="triton")
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert seen == [allowed] * 4
+    assert seen == [tiles] * 3 + [few_rows]
 
 
 def test_float64_is_refused_and_the_interpreter_is_never_chosen_by_itself():
