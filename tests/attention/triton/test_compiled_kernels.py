@@ -31,13 +31,13 @@ from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles  # noqa: E
 ARCHITECTURES = (80, 90, 100)
 PTX_HASHES = Path(__file__).parent / "ptx_hashes.txt"
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
-# Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
 # KiB of shared memory that a block has, bytes of registers that a thread keeps in memory, and how often a loop of
 # products moves any of these; most of a plain kernel in bfloat16. A100; RTX 3090; RTX 4090; H100 and H200, whose steps
 # were fastest with that; B200; RTX 5090.
 TARGETS = {80: (163, 128, 4), 86: (99, 128, 4), 89: (99, 128, 4), 90: (227, 1088, 368)}
 TARGETS |= {100: (227, 384, 48), 120: (99, 128, 4)}
 FEW = ("sequence forward 64", "grid dq 64", "lists dq 64")
+# Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
 RUNS = [(90, "sample"), *(pytest.param((each, "every"), marks=pytest.mark.full) for each in ARCHITECTURES)]
 
 
@@ -159,10 +159,10 @@ def test_those_for_lists_fit_every_gpu(run, some):
     params=[(86, FEW), *(pytest.param((target, ()), marks=pytest.mark.full) for target in TARGETS)],
     ids=lambda param: f"sm_{param[0]}{' few' if param[1] else ''}",
 )
-def portable(request):
+def portable(request, told_by_copy):
     """A kind of GPU, and what is told of the plain kernels that any of them runs."""
     target, names = request.param
-    kernels = told_by("compile_kernels.py", str(target), "portable", *names)
+    kernels = told_by_copy("compile_kernels.py", str(target), "portable", *names)
     assert len(kernels) == (6 if names else 40)
     return target, kernels
 
