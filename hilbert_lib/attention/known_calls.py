@@ -86,9 +86,10 @@ class KnownCall:
         names = []
         for name, x in given.items():
             is_made = (name == "seed" and x is not None) or (name == "inverse" and reads_order)
-            if is_made or (x is not None and arguments.get(_argument(name, is_beside)) is x):
+            own = arguments.get(_argument(name, is_beside))
+            if is_made or (x is not None and own is x):
                 names.append(name)
-            elif x is not None and x.numel():  # a copy
+            elif x is not None and (x.numel() or own is not None):  # a copy
                 return None
         return cls(names, inputs, request, served, is_undone, is_beside)
 

@@ -263,6 +263,26 @@ def test_a_mask_of_no_extra_keys_reaches_no_request(monkeypatch):
     assert [request.extra_padding_mask for request in requests] == [None, None], "the second call was known"
 
 
+def test_extra_queries_without_extra_keys_are_computed_by_known_calls_too():
+    (q, k, v), extra_q = drawn(0), drawn(1, queries=4)[0]
+    first = attend(q, k, v, NEAR, extra_q=extra_q, return_lse=True)
+    for _ in range(2):
+        known = attend(q, k, v, NEAR, extra_q=extra_q, return_lse=True)
+        assert len(known) == len(first) == 4
+        assert all(map(torch.equal, known, first))
+
+
+def test_tensors_without_elements_that_autocast_casts_are_computed_more_than_once():
+    for _ in range(3):
+        tensors = [x.detach()[:0].requires_grad_() for x in drawn(0)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = dilated_attention(*tensors, PATTERN)
+        out.sum().backward()
+        assert out.shape == (0, LENGTH, 2, 8)
+        assert out.dtype == torch.bfloat16
+        assert all(x.grad.shape == x.shape for x in tensors)
+
+
 def test_no_tensor_of_a_known_call_is_held():
     alive = []
     order = Ordering.from_permutation(torch.randperm(LENGTH))
