@@ -6,6 +6,7 @@ are not asked whether they are wider than their types. What a kernel computes st
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,7 @@ NUMPY_TYPES = {}  # numpy's, by the names of Triton's
 ELEMENTS = {}  # what pointers point to, by the name of their handle's type
 
 
+@cache
 def hasten() -> None:
     """Use what this file has in the interpreter's place, for all kernels of the process."""
     builder = interpreter.interpreter_builder

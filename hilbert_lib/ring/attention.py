@@ -363,8 +363,8 @@ def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor
     inputs, request = call.tensors, call.request
     if group.rank() != holder:
         inputs, request = without_extra_keys(inputs, request)
-    extra_out, extra_lse = extra_attention(call.extra_q, inputs, request, call.backend, return_lse=True, level=5)
-    extra_out, extra_lse = merged_over_ranks(extra_out, extra_lse, group)
+    joint = extra_attention(call.extra_q, inputs, request, call.backend, return_lse=True, level=5)
+    extra_out, extra_lse = merged_over_ranks(joint.out, joint.lse, group)
     return call.results(out, lse, extra_out, extra_lse) if options["return_lse"] else call.results(out, extra_out)
 
 
