@@ -53,7 +53,7 @@ PARTS = {
     "copies": [  # after the first of each stage
         ("forward", r"( +)mbarrier\.expect\((.*index\(stage\)), (.*)\)\n",
          r"\1mbarrier.expect(\2, \3, pred=block < STAGES)\n\1mbarrier.arrive(\2, pred=block >= STAGES)\n", 2),
-        ("forward", r"(tiles\.index\(stage\))\n", r"\1, pred=block < STAGES\n", 2),
+        ("forward", r"(_tiles\.index\(stage\))\)\n", r"\1, pred=block < STAGES)\n", 2),
     ],
 }  # fmt: skip
 
