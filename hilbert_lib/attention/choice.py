@@ -97,7 +97,10 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     if call.pattern.length is not None:
         order = "" if call.ordering is None else call.ordering.kind
         has_plain_backward = gradient and q.shape[-1] > PLAIN_BACKWARD_FROM
-        return _that_serves(_known_grid_rule(q.device, q.element_size(), order, has_plain_backward), call)
+        rule = grid_rule(q.device.type, q.element_size(), order, has_plain_backward)
+        if q.device.type == "cuda":
+            rule = on_architecture(rule, _architecture(q.device))
+        return _that_serves(rule, call)
     return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
 
 
@@ -126,9 +129,8 @@ def _known_rule(device: torch.device, dtype: torch.dtype, all_pairs: bool = Fals
 
 
 @compile_time_constant
-def _known_grid_rule(device: torch.device, element_size: int, order: str, has_plain_backward: bool) -> Rule:
-    rule = grid_rule(device.type, element_size, order, has_plain_backward)
-    return rule if device.type != "cuda" else on_architecture(rule, get_gpu_info(device).architecture)
+def _architecture(device: torch.device) -> str:
+    return get_gpu_info(device).architecture
 
 
 def choose(

@@ -481,6 +481,7 @@ def test_lists_go_before_boxes_whose_backward_is_plain(monkeypatch, head_dim, gr
         device=SimpleNamespace(type="cuda"), shape=(1, 33, 2, head_dim), dtype=torch.bfloat16, element_size=lambda: 2
     )  # fmt: skip
     monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
+    monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
     rule = choice.rule_for(q, Request(Neighbourhood((33,), 3).of_heads(2)), gradient=gradient)
     assert rule.order[:2] == (("lists", "hopper") if head_dim > 128 and gradient else ("hopper", "lists"))
 
