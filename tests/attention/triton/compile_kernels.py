@@ -519,8 +519,8 @@ def facts(name: str, call: tuple, architecture: int) -> dict:
 SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "packed dkv 2 64", "decode one", "decode merge", "curve decode 2")
 SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "copies gather", "copies sum")
 SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopper forward 64 True False")
-SAMPLE += ("hopper padded forward 128 False False", "hopper padded backward 64 True True True")
-SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
+SAMPLE += ("hopper padded forward 128 False False", "hopper backward 64 True True True")
+SAMPLE += ("hopper padded backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
 SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper wide forward 192")
 INSTRUCTIONS = re.compile(
