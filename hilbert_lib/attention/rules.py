@@ -44,9 +44,9 @@ CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs
 
 # On grids.
 _GRIDS = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
-# "lists" takes a half to a third of the time of "triton", and in float32 nine tenths: "triton" is for what lists lack,
-# as a bias. Behind "flex" in compact orders stand both, which no record has beside it there. What
-# `select_attention_backend` or `hilbert bench grids` times on a machine goes before these rules.
+# "lists" takes a half to a third of the time of "triton" on a plane, and in float32 six tenths to all of it: "triton"
+# is for what lists lack, as a bias. Behind "flex" in compact orders stand both, which no record has beside it there.
+# What `select_attention_backend` or `hilbert bench grids` times on a machine goes before these rules.
 _LISTS = f"lists on an H200, others {_GRIDS}"
 GRID_BY_ROW = Rule(("hopper", "lists", "triton", "flex", "eager"), f"boxes on an H100 (notebook 08b); {_LISTS}")
 GRID_BY_ROW_IN_PLAIN_BACKWARD = Rule(("lists", "hopper", "triton", "flex", "eager"), _LISTS)

@@ -45,8 +45,8 @@ CONFIGS = {
     },
 }  # fmt: skip
 # The same for every other GPU. Products of mma.sync hold their operands in registers, and an RTX 3090, 4090 or 5090
-# gives a block 99 KiB of shared memory. So tiles are smaller: compiled for each kind of GPU, no loop of products keeps
-# a register in memory (docs/kernels.md has the table).
+# gives a block 99 KiB of shared memory. So tiles are smaller: docs/kernels.md has what the compiler keeps in memory
+# instead of registers, for each kind of GPU.
 ELSEWHERE = {
     "forward": {
         (2, 64): Config(128, 32, 8, 2), (2, 128): Config(128, 32, 8, 2), (2, 256): Config(64, 32, 8, 1),

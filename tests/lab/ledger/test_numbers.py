@@ -239,6 +239,11 @@ def test_the_claims_are_counted_as_their_verdicts_say():
     assert told == [*counts, len(verdicts) - sum(counts), len(verdicts)]
 
 
+def test_what_the_notebook_of_the_ledger_shows_is_of_all_claims():
+    shown = (ROOT / "notebooks/09_verdict.ipynb").read_text(encoding="utf-8")
+    assert re.search(r"(\d+) claims: ", shown)[1] == str(len(LEDGER)), "09 shows an older ledger: make figures"
+
+
 def test_every_sentence_of_the_evidence_with_a_measured_number_has_a_slot():
     text = SLOT.sub("", (REPORTS / "README.md").read_text())
     assert not re.findall(r"\d+\.\d+x?\b", re.sub(r"\(\S+\)", "", text)), "a measured number is typed by hand"
