@@ -38,6 +38,7 @@ def main() -> None:
     _ask_linux(SET_CHILD_SUBREAPER, 1)  # orphans below become this process's children: none can get away
     supervisor = os.getpid()
     try:
+        begin, allow = os.pipe()
         if worker := os.fork():
             threading.Thread(target=_end_with_caller, daemon=True).start()
     except (OSError, RuntimeError) as error:  # no memory, processes or threads are left to start it with
@@ -47,10 +48,16 @@ def main() -> None:
     if worker == 0:
         # If the supervisor is killed, and its caller too, nobody else is left to end the worker.
         _ask_linux(SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:  # it was killed before the line above
+        os.close(allow)
+        # Nobody ends a worker whose supervisor has no thread for it, or was killed before the line that asks Linux.
+        if not os.read(begin, 1) or os.getppid() != supervisor:
             os._exit(1)
+        os.close(begin)
         _run(order)
         leave()
+    os.write(allow, b"\n")
+    os.close(allow)
+    os.close(begin)
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()

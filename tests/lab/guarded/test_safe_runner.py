@@ -200,7 +200,10 @@ def test_a_comparison_that_a_limit_of_the_machine_cost_is_measured_again(runner,
 
 
 REFUSAL = """
+    import time
+
     def refuse(*_, **__):
+        time.sleep(1)  # in which a worker that was started already would have measured
         raise {error!r}
 
     {call} = refuse
