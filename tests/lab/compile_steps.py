@@ -29,9 +29,14 @@ def compiled(step):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-found = {}
-for step in STEPS:
-    made = compiled(step)
-    ptx = made.asm["ptx"]
-    found[step.name] = {"wgmma": ptx.count("wgmma.mma_async"), "boxes": ptx.count("cp.async.bulk.tensor.4d")}
-print(json.dumps(found))
+def compile_all() -> dict:
+    """Instructions of tensor cores and copies of boxes in each step's PTX."""
+    found = {}
+    for step in STEPS:
+        ptx = compiled(step).asm["ptx"]
+        found[step.name] = {"wgmma": ptx.count("wgmma.mma_async"), "boxes": ptx.count("cp.async.bulk.tensor.4d")}
+    return found
+
+
+if __name__ == "__main__":  # pytest imports it too, for doctests, with Triton's interpreter
+    print(json.dumps(compile_all()))
