@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 from cases import BRANCHES, RULES, drawn, expected_on_grid, points_of
-from ring_ranks import SPECS, device, inputs, noting, rows_of, shard_of_points, shards_of
+from ring_ranks import SPECS, choosing_by_bytes, device, inputs, noting, rows_of, shard_of_points, shards_of
 
 from hilbert_lib import Neighbourhood, PointNeighbourhood, graph_cache
 from hilbert_lib.attention import operators
@@ -37,8 +37,9 @@ def count_bytes(
     mask = torch.arange(2 * lengths[rank], device=device()).view(2, -1) % 3 == 0 if padded else None
     call = {"key_padding_mask": mask, "transport": transport, "is_causal": is_causal, **planning}
     sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "dtype": dtype, "padded": padded}
-    cost = plan_ring(pattern, lengths, is_causal=is_causal, transport=transport, **sizes, **planning).ranks[rank]
-    return counted_and_planned(partial(ring_dilated_attention, *leaves, pattern, **call), leaves, dout, cost)[:2]
+    with choosing_by_bytes() if transport == "auto" else nullcontext():
+        cost = plan_ring(pattern, lengths, is_causal=is_causal, transport=transport, **sizes, **planning).ranks[rank]
+        return counted_and_planned(partial(ring_dilated_attention, *leaves, pattern, **call), leaves, dout, cost)[:2]
 
 
 def counted_and_planned(call, leaves: list, dout: torch.Tensor, cost) -> list[list[int]]:

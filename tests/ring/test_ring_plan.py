@@ -1,6 +1,7 @@
 """The planner: what it sends is what brute force finds missing, and costs what the formulas say."""
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,11 +13,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hilbert_lib.lab.records import REPORTS, read_records
-from hilbert_lib.lab.sweeps import sequences
+from hilbert_lib.lab.sweeps import sequences, spanning_pattern
 from hilbert_lib.lab.sweeps.over_ranks import OverRanks
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES, DilatedPattern
+from hilbert_lib.ring.plan import estimate
 from hilbert_lib.ring.plan.balance import shard_lengths_for
-from hilbert_lib.ring.plan.plan import plan_ring
+from hilbert_lib.ring.plan.cost import pairs_of_rank
+from hilbert_lib.ring.plan.plan import SAME_TIME, plan_ring
 from hilbert_lib.ring.plan.rows import Rows
 
 GATHERING = ("all_gather", "ring")
@@ -154,12 +157,74 @@ def test_all_ranks_compute_the_useful_flop_and_receive_what_is_sent(pattern, len
         assert sent == received
 
 
-def test_auto_exchanges_heads_by_the_rule():
-    for (heads, kv_heads), ranks in product([(8, 8), (16, 8), (32, 8), (8, 2)], [2, 4, 8]):
-        asked = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64}
-        plan = plan_of(DilatedPattern((4096,), (4,)), (4096 // ranks,) * ranks, **asked)
-        by_rule = ranks > 1 + heads / kv_heads and ranks <= kv_heads
-        assert (plan.branches[0].transport == "all_to_all") == by_rule, (asked, ranks)
+def estimated(plan):
+    """The seconds that a plan is thought to take."""
+    return estimate.seconds(plan.sizes, [estimate.share_of(plan, branch) for branch in plan.branches])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_auto_takes_one_collective_where_the_exchange_hides_anyway(ranks, is_causal):
+    """By heads a branch would send fewer bytes, and would take two collectives more."""
+    pattern, sizes = spanning_pattern(ranks * 2**17, 2048), {"heads": 16, "kv_heads": 16, "head_dim": 64}
+    plans = {
+        transport: plan_of(pattern, (2**17,) * ranks, is_causal=is_causal, transport=transport, **sizes)
+        for transport in ("auto", "all_to_all")
+    }
+    sent = {transport: sum(cost.sent_forward for cost in plan.ranks) for transport, plan in plans.items()}
+    calls = {
+        transport: estimate.collectives(plan.sizes, plan.messages, ranks, "forward")
+        for transport, plan in plans.items()
+    }
+    assert calls == {"auto": 1, "all_to_all": 2}
+    assert ranks == 2 or is_causal or sent["all_to_all"] < sent["auto"]
+
+
+@pytest.mark.parametrize(
+    ("branch", "length", "batch", "is_causal", "is_exchanged"),
+    [
+        ((2**20, 1), 2**17, 1, True, True),  # later ranks would have more work
+        ((2**20, 1), 2**17, 1, False, False),  # all have as much, and rows hide
+        ((2**18, 8), 2**15, 64, False, True),  # a rank's own keys are too few to hide rows of seven others
+        ((2**18, 8), 2**15, 1, False, False),  # the same, but the host takes longer to start collectives
+    ],
+)
+def test_auto_exchanges_heads_where_that_is_faster(branch, length, batch, is_causal, is_exchanged):
+    pattern, sizes = DilatedPattern(*zip(branch, strict=True)), {"heads": 16, "kv_heads": 16, "head_dim": 64}
+    plan = plan_of(pattern, (length,) * 8, batch=batch, is_causal=is_causal, **sizes)
+    assert (plan.branches[0].transport == "all_to_all") == is_exchanged, plan.branches[0].reason
+
+
+@given(patterns(), shards, st.booleans(), st.integers(0, 2))
+def test_auto_takes_no_longer_than_exchanged_heads_by_its_estimate(pattern, lengths, is_causal, magnitude):
+    scale = 256**magnitude  # from where the host binds to where attention does
+    pattern = replace(pattern, segment_lengths=[w * scale for w in pattern.segment_lengths])
+    lengths, sizes = [length * scale for length in lengths], {"heads": 60, "kv_heads": 60, "is_causal": is_causal}
+    heads = [len(branch.kv_heads) for branch in plan_of(pattern, lengths, **sizes).branches]
+    if any(count % ranks for count in heads for ranks in range(1, len(lengths) + 1)):
+        return  # then "auto" may not exchange all that "all_to_all" does
+    auto, exchanged = (plan_of(pattern, lengths, transport=each, **sizes) for each in ("auto", "all_to_all"))
+    assert estimated(auto) <= (1 + SAME_TIME) * estimated(exchanged)
+
+
+@given(patterns(), shards, st.booleans())
+def test_pairs_that_wait_for_no_other_rank_are_those_of_own_keys(pattern, lengths, is_causal):
+    plan = plan_of(pattern, lengths, heads=3, kv_heads=3, is_causal=is_causal, transport="all_gather")
+    owner, positions, found = owners(lengths), torch.arange(sum(lengths)), [0] * len(lengths)
+    for branch, head in product(range(len(pattern.branches)), range(3)):
+        seen = pattern.mask(branch, positions, positions, kv_head=head, kv_heads=3, is_causal=is_causal)
+        own = seen & (owner[:, None] == owner)
+        for rank in range(len(lengths)):
+            found[rank] += int(own[owner == rank].sum())
+    assert [pairs_of_rank(plan, rank, only_own_keys=True) for rank in range(len(lengths))] == found
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 64, 65, 128, 192, 256])
+def test_an_estimate_grows_with_the_work(head_dim):
+    """A host that waits for its GPU adds nothing."""
+    times = [estimated(plan_of(PATTERN, (4,), batch=2**n, head_dim=head_dim)) for n in (0, 40, 41)]
+    assert times[0] == pytest.approx(estimate.HOST_OF_CALL)
+    assert times[2] == pytest.approx(2 * times[1])
 
 
 def test_auto_gathers_at_once_where_there_is_room():
@@ -276,7 +341,7 @@ def test_the_table_says_who_sends_what_and_why():
     assert asked[0].startswith("2,048 tokens on 2 ranks, batch 1, 4 heads, 4 KV heads, head_dim 64, bfloat16")
     assert local[:6] == ["0", "512", "1", "1", "0", "local"]
     assert shared[:6] == ["1", "2,048", "4", "2", "0.262", "all_gather"]
-    assert "0.264 MB" in shared[6]
+    assert shared[6] == "an estimate of 5.7 ms, 6.9 ms where heads are exchanged; room for all rows at once"
     assert " ".join(ranks) == "0-1 1,024 0.262 0.262 0.786 0.786 0.00349 0.00757 0.000671 0.00168"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby, product
+from itertools import accumulate, groupby
 
 import torch
 
@@ -14,6 +14,7 @@ from hilbert_lib.ring.plan.rows import Message, common_heads, rows_between
 from hilbert_lib.ring.plan.segments import BranchPlan, messages_for
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
+PRODUCTS = 2, 5  # of matrices, in a forward and in a backward
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -137,9 +138,8 @@ class RingPlan:
             wire += traffic(self, direction)
             memory.append([_memory(self, rank, direction) for rank in ranks])
         queries = self.sizes.batch * self.sizes.group
-        products = [2 * queries * self.sizes.head_dim * _pairs(self, rank) for rank in ranks]
-        # Products of matrices: 2 in a forward, 5 in a backward.
-        flop = [[count * flop_of_one for flop_of_one in products] for count in (2, 5)]
+        products = [2 * queries * self.sizes.head_dim * pairs_of_rank(self, rank) for rank in ranks]
+        flop = [[count * flop_of_one for flop_of_one in products] for count in PRODUCTS]
         return tuple(map(RankCost, *wire, *memory, *flop))
 
     def fused(self, rank: int) -> tuple[int, ...]:
@@ -345,21 +345,38 @@ def _tables(plan: RingPlan, rank: int, blocks: list[_Block], touched: int) -> in
     )
 
 
-def _pairs(plan: RingPlan, rank: int) -> int:
-    # (query, key) pairs that a rank computes, for one sequence and one query head of each KV head.
-    start, length, total = plan.starts[rank], sum(plan.shard_lengths), 0
+def pairs_of_rank(plan: RingPlan, rank: int, *, only_own_keys: bool = False) -> int:
+    """(query, key) pairs that a rank computes, for one sequence and one query head of each KV head.
+
+    only_own_keys: without those for which rows of other ranks must come first.
+    """
+    total = 0
     for branch in plan.branches:
-        computed = [(range(start, start + plan.shard_lengths[rank]), branch.kv_heads)]
+        computed = [(branch.local[rank], branch.kv_heads)]
+        shared = [segment for segment in branch.shared if rank in segment.ranks]
         if branch.transport == "all_to_all":
-            computed = [(branch.local[rank], branch.kv_heads)]
-            shared = [segment for segment in branch.shared if rank in segment.ranks]
-            computed += [(range(segment.start, segment.stop), segment.computed[rank]) for segment in shared]
-        for (queries, kv_heads), (offset, heads) in product(computed, branch.groups.items()):
-            before, upto = (
-                pairs_before(stop, length, branch.dilation_rate, offset, branch.segment_length, plan.is_causal)
-                for stop in (queries.start, queries.stop)
-            )
-            total += len(common_heads(heads, kv_heads)) * (upto - before)
+            if not only_own_keys:
+                computed += [(range(segment.start, segment.stop), segment.computed[rank]) for segment in shared]
+        elif only_own_keys:
+            for rows in (rows for segment in shared for rows in segment.rows[rank]):
+                keys_seen = rows.count * (rows.count + 1) // 2 if plan.is_causal else rows.count**2
+                total += len(rows.kv_heads) * keys_seen
+        else:
+            start = plan.starts[rank]
+            computed = [(range(start, start + plan.shard_lengths[rank]), branch.kv_heads)]
+        total += sum(_pairs_of_queries(plan, branch, *queries) for queries in computed)
+    return total
+
+
+def _pairs_of_queries(plan: RingPlan, branch: BranchPlan, queries: range, kv_heads: range) -> int:
+    # The pairs of the queries at some positions, of some KV heads.
+    length, total = sum(plan.shard_lengths), 0
+    for offset, heads in branch.groups.items():
+        before, upto = (
+            pairs_before(stop, length, branch.dilation_rate, offset, branch.segment_length, plan.is_causal)
+            for stop in (queries.start, queries.stop)
+        )
+        total += len(common_heads(heads, kv_heads)) * (upto - before)
     return total
 
 

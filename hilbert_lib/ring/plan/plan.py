@@ -10,8 +10,10 @@ from hilbert_lib.checks import boolean, integer, integers
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.ring.plan.balance import check_weights
 from hilbert_lib.ring.plan.cost import TRANSPORTS, RingPlan, Sizes, amount, traffic
+from hilbert_lib.ring.plan.estimate import seconds, share_of
 from hilbert_lib.ring.plan.segments import BranchPlan, cut_branch
 
+SAME_TIME = 0.05  # estimates are no better: two GPUs of a kind differ by as much
 GATHERING = {"all_gather": "room for all rows at once", "ring": "no room for all rows at once"}
 
 
@@ -33,10 +35,12 @@ def plan_ring(
 ) -> RingPlan:
     """The plan of which rank sends which rows to whom, so that every query finds its keys; the same on every rank.
 
-    Only dilated rows travel, only between ranks that share a segment, and, if causal, only to later ranks. Where g
-    ranks share a segment, "auto" exchanges heads if g divides the KV heads and this sends fewer bytes than gathering k
-    and v: in aligned shards, if g > 1 + heads / kv_heads. The other branches gather: all rows at once if there is room,
-    otherwise round the ring, one rank's rows after another's.
+    Only dilated rows travel, only between ranks that share a segment, and, if causal, only to later ranks. "auto"
+    gathers k and v: all rows at once if there is room, otherwise round the ring, one rank's rows after another's. It
+    exchanges heads of the widest branches where the estimated time is shorter so. A transport that sends fewer bytes
+    gains nothing where all of them hide under attention, and more messages take longer to start. Exchanged heads gain
+    where gathered rows would not hide, and where causal ranks would have unequal work. They need numbers of ranks in a
+    segment that divide the KV heads.
 
     Args:
         pattern: which keys a query sees.
@@ -75,7 +79,8 @@ def plan_ring(
     sizes = Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded, ordered)
     branches = tuple(cut_branch(pattern, number, shard_lengths, kv_heads) for number in range(len(pattern.branches)))
     bare = RingPlan(pattern, shard_lengths, sizes, dtype, boolean("is_causal", is_causal), branches, speeds)
-    for plan in _candidates(bare, transport, even=speeds is None or len(set(speeds)) == 1):
+    even = speeds is None or len(set(speeds)) == 1
+    for plan in _candidates(bare, transport, even, memory_limit):
         if _has_room(plan, memory_limit):
             return plan
     needed = max(cost.memory_forward for cost in plan.ranks)
@@ -97,21 +102,21 @@ def check_planning(transport: object, weights: object, memory_limit: object, ran
     return {"transport": transport, "weights": check_weights(weights, ranks), "memory_limit": memory_limit}
 
 
-def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan]:
+def _candidates(bare: RingPlan, transport: str, even: bool, memory_limit: int | None) -> Iterator[RingPlan]:
     # In the order of preference; the last takes the least memory.
     if transport != "auto":
         if transport == "all_to_all":
             _check_heads_suffice(bare)
         yield _with_transports(bare, [transport] * len(bare.branches), ["as asked for"] * len(bare.branches))
         return
-    why_not = [_why_heads_stay(bare, branch) if even else "the ranks' speeds differ" for branch in bare.branches]
+    why_not = _why_heads_stay(bare, even, memory_limit)
     for exchange, (gathering, room) in product((True, False), GATHERING.items()):
         if not exchange:
             why_not = [reason or "exchanged heads do not fit memory_limit" for reason in why_not]
         yield _with_transports(
             bare,
             [gathering if reason else "all_to_all" for reason in why_not],
-            [f"{reason}; {room}" if reason else "fewer bytes than gathering k and v" for reason in why_not],
+            [f"{reason}; {room}" if reason else "a shorter time than by gathering k and v" for reason in why_not],
         )
 
 
@@ -125,16 +130,38 @@ def _check_heads_suffice(bare: RingPlan) -> None:
             )
 
 
-def _why_heads_stay(bare: RingPlan, branch: BranchPlan) -> str:
-    # Why a branch exchanges no heads; empty if it should.
+def _why_heads_stay(bare: RingPlan, even: bool, memory_limit: int | None) -> list[str]:
+    # Why each branch exchanges no heads; empty if it should: so the widest branches do, as few as are fast.
+    why_not = [_why_heads_must_stay(branch) if even else "the ranks' speeds differ" for branch in bare.branches]
+    able = [number for number, branch in enumerate(bare.branches) if branch.shared and not why_not[number]]
+    if not able:
+        return why_not
+    able.sort(key=lambda number: bare.branches[number].segment_length, reverse=True)
+    gathering = next((each for each in GATHERING if _has_room(_all_by(bare, each), memory_limit)), "ring")
+    shares = [share_of(bare, branch) for branch in _all_by(bare, gathering).branches]
+    times = [seconds(bare.sizes, shares)]
+    for number in able:
+        shares[number] = share_of(bare, replace(bare.branches[number], transport="all_to_all"))
+        times.append(seconds(bare.sizes, shares))
+    chosen = next(count for count, each in enumerate(times) if each <= (1 + SAME_TIME) * min(times))
+    for count in range(chosen, len(able)):
+        exchanged = f"{amount(times[count + 1] * 1e3)} ms where heads are exchanged"
+        why_not[able[count]] = f"an estimate of {amount(times[chosen] * 1e3)} ms, {exchanged}"
+    return why_not
+
+
+def _why_heads_must_stay(branch: BranchPlan) -> str:
+    # Why the heads of a branch cannot be exchanged evenly; empty if they can.
     heads = len(branch.kv_heads)
     for segment in branch.shared:
         if heads % len(segment.ranks):
             return f"{len(segment.ranks)} ranks do not divide {heads} KV heads"
-    gathered, exchanged = (_bytes_alone(bare, branch, transport) for transport in ("ring", "all_to_all"))
-    if exchanged >= gathered:
-        return f"exchanging heads would take {amount(exchanged / 1e6)} MB"
     return ""
+
+
+def _all_by(bare: RingPlan, transport: str) -> RingPlan:
+    branches = (replace(branch, transport=transport) if branch.shared else branch for branch in bare.branches)
+    return replace(bare, branches=tuple(branches))
 
 
 def _bytes_alone(bare: RingPlan, branch: BranchPlan, transport: str) -> int:
