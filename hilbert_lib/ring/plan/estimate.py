@@ -25,7 +25,7 @@ HOST_OF_COLLECTIVE = 1.2e-3
 
 
 class Share(NamedTuple):
-    """What a branch adds to the work of each rank."""
+    """The work that a branch adds to each rank."""
 
     transport: str  # or "local"
     pairs: tuple[int, ...]  # of queries and keys
