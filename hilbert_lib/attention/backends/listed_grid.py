@@ -68,9 +68,9 @@ def backward(
         own, own_kv = _heads(kv_heads, inputs.q.shape[2] // inputs.k.shape[2], dout.device)
         own_dlse = None if dlse is None else dlse[:, own]
         results = out[:, :, own], lse[:, own], _with_lists(request, patterns, dout.device), own_dlse
-        own_grads = run(dout[:, :, own], _of_heads(inputs, own, own_kv), *results)
-        grads[0][:, :, own] = own_grads.q
-        for grad, own_grad in zip(grads[1:], own_grads[1:], strict=False):
+        of_q, *of_keys = run(dout[:, :, own], _of_heads(inputs, own, own_kv), *results)
+        grads[0][:, :, own] = of_q
+        for grad, own_grad in zip(grads[1:], of_keys, strict=False):
             grad[:, :, own_kv] = own_grad.to(grad.dtype)
     return Tensors(*grads)
 

@@ -18,9 +18,9 @@ from kept_starts import Compiled, Given, begun
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hilbert_lib import DilatedPattern, Neighbourhood, attend, dilated_attention, neighbourhood_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention import autograd, choice, known_calls
-from hilbert_lib.attention.backends import fused, fused_grid
+from hilbert_lib.attention.backends import fused, fused_grid, listed_grid
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch
@@ -87,10 +87,20 @@ CALLS = {
         lambda: {"neighbourhood": NEAR, "q": drawn(length=32), "query_box": ((2, 4), (0, 16))},
     ),
 }
+# Their functions read lists besides, or launch once for each set of heads: they run, and launches alone are recorded.
+BY_HEADS = (NEAR, Neighbourhood((8, 16), 3))
+OTHERS = {
+    "lists on a grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "backend": "lists"}),
+    "lists of a union": (
+        attend,
+        lambda: {"pattern": Union((NEAR, Neighbourhood((8, 16), 3, dilation=2))), "backend": "lists"},
+    ),
+    "lists by heads": (neighbourhood_attention, lambda: {"neighbourhood": BY_HEADS, "backend": "lists"}),
+}
 
 
 def arguments_of(name: str) -> dict:
-    return {"q": drawn(), "k": drawn(), "v": drawn(), **CALLS[name][1]()}
+    return {"q": drawn(), "k": drawn(), "v": drawn(), **(CALLS | OTHERS)[name][1]()}
 
 
 def launched(tensors: dict[str, torch.Tensor]) -> str:
@@ -111,7 +121,7 @@ def called(name: str, arguments: dict | None = None, during=nullcontext, during_
     ran.clear()
     begun.clear()
     with during():
-        out, lse = CALLS[name][0](**arguments, return_lse=True)
+        out, lse = (CALLS | OTHERS)[name][0](**arguments, return_lse=True)
     results = tensors | {"out": out, "lse": lse}
     how, launches = ["ran" if ran else "replayed"], [launched(results)]
     if out.requires_grad:
@@ -219,7 +229,7 @@ if __name__ == "__main__":
     torch.cuda.set_device = lambda _: None
     starting._flags.next_address = lambda *_: 1 << 40
     grid_launch.multiprocessors = lambda _: 132
-    for room in (fused, fused_grid):
+    for room in (fused, fused_grid, listed_grid):
         for backend in room.BACKENDS:
             object.__setattr__(backend, "here", lambda q, request: "")
     choice.rule_for = lambda *_, **__: Rule(("hopper", "triton", "eager"), "of a test")
@@ -235,6 +245,7 @@ if __name__ == "__main__":
     told["backward changes"] = {
         f"{name}, {kind}": changed(kind, change) for name, change in BACKWARD_CHANGES.items() for kind in kinds
     }
+    told["others"] = {name: [called(name)[0] for _ in range(4)] for name in OTHERS}
     precision = {"during": partial(setting, put_precision, "tf32", "ieee")}
     for _ in range(3):
         called("grid")

@@ -23,12 +23,18 @@ def told():
 
 
 def test_a_third_call_starts_what_the_second_one_did_and_runs_no_function_of_a_backend(told):
-    calls = {name: each for name, each in told.items() if "changes" not in name and name != "forgotten"}
+    calls = {name: each for name, each in told.items() if "changes" not in name and name not in ("forgotten", "others")}
     assert len(calls) == 15
     for name, (how, equal, held) in calls.items():
         assert how == [["ran"] * 2] * 2 + [["replayed"] * 2] * 2, name
         assert equal == [True, True], name
         assert held == 0, f"{name}: a tensor of a call is held"
+
+
+def test_a_call_that_reads_lists_runs_its_function_each_time(told):
+    assert len(told["others"]) == 3
+    for name, how in told["others"].items():
+        assert how == [["ran", "ran"]] * 4, name
 
 
 def test_a_call_that_differs_in_one_thing_is_computed_anew(told):

@@ -219,7 +219,10 @@ def test_large_scores_and_rows_with_one_key_are_exact(backend, magnitude):
         # Merging branches rounds weights as float32 rounds an lse of this size; one softmax does not.
         is_one = backend == "reference" or (backend, len(pattern.branches)) == ("triton", 1)
         assert_close([out], [expected], 1e-6 if is_one else 4e4 * 2**-24)
-    assert torch.equal(dilated_attention(q, k, v, DilatedPattern((1,), (1,)), backend=backend), v)
+    out = dilated_attention(q, k, v, DilatedPattern((1,), (1,)), backend=backend)
+    # Three products of TF32 hold 22 bits of v, one for float32's 24.
+    error = 2.0**-22 if (backend, DEVICE) == ("triton", "cuda") else 0.0
+    torch.testing.assert_close(out, v, rtol=error, atol=0.0)
 
 
 @pytest.mark.parametrize("queries", [1, 4])  # decoding, and tiles of queries
