@@ -121,22 +121,44 @@ def is_watched(args: tuple) -> bool:
     return False
 
 
-def _read_apply_function() -> Callable:
+def _read_plain_apply() -> Callable[[type], Callable]:
     _ = super(torch.autograd.Function, torch.autograd.Function).apply
-
-    def apply_function(function: type[torch.autograd.Function], *args: object) -> object:
-        return super(torch.autograd.Function, function).apply(*args)
-
-    return apply_function
+    return lambda function: super(torch.autograd.Function, function).apply
 
 
-@_private(_read_apply_function)
-def apply_function(function: type[torch.autograd.Function], *args: object) -> object:
-    """`function.apply(*args)` where no transform of torch.func runs and no argument is of one.
+@_private(_read_plain_apply)
+def plain_apply(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply`, for calls where no transform of torch.func runs and no argument is of one.
 
     Read in torch 2.13: the method beneath, which does not look for them. Without it: that method itself.
     """
-    return function.apply(*args)
+    return function.apply
+
+
+def _form_of(x: Tensor) -> tuple:
+    return type(x), plain_keys(x), x.dtype, x.get_device(), x.requires_grad, x.shape, x.stride()
+
+
+def _read_form_check() -> Callable[..., Callable[..., bool]]:
+    guards = torch._C._dynamo.guards.TensorGuards
+
+    def form_check(*tensors: Tensor) -> Callable[..., bool]:
+        sides, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
+        return guards(*tensors, dynamic_dims_sizes=sides, dynamic_dims_strides=strides).check
+
+    return form_check
+
+
+@_private(_read_form_check)
+def form_check(*tensors: Tensor) -> Callable[..., bool]:
+    """A function that says whether as many tensors are like these but for values and addresses. It holds no tensor.
+
+    Alike are type, dispatch keys, dtype, device, shape, strides, and whether a gradient is asked for. One tensor in two
+    places is like none. Read in torch 2.13: what torch.compile checks inputs by, in one call of C++, with the dispatch
+    keys of the thread. Without it: one by one.
+    """
+    forms = [*map(_form_of, tensors)]
+    return lambda *others: [*map(_form_of, others)] == forms
 
 
 def _read_is_below_autograd() -> Callable[[], bool]:

@@ -344,7 +344,7 @@ def _looked_up(
 ) -> Tensor | tuple[Tensor, ...]:
     # called: the function that the user called, where it warns of heads that come first.
     form = known_calls.form_of(q, k, v, pattern, door, options)
-    if form is not None and (known_call := known_calls.known(form)) is not None:
+    if form is not None and (known_call := known_calls.known(form, q, k, v)) is not None:
         try:
             return known_call.computed(q, k, v, pattern, options)
         except KernelError:
@@ -388,7 +388,7 @@ def _computed_anew(
             served = _served(extra.backend, extra.inputs, extra.request)
             known_call.beside = KnownCall.of(extra.inputs, extra.request, served, arguments, is_beside=True)
             known_call = known_call.beside and known_call
-        known_calls.remember(form, known_call)
+        known_calls.remember(form, q, k, v, known_call)
     if extra is None:
         return (out, lse) if return_lse else out
     return (out, lse, extra.out, extra.lse) if return_lse else (out, extra.out)

@@ -1,8 +1,8 @@
 """Calls that came before: one look-up leads from a call to the launches of an earlier one of its form.
 
-    form of a call   all that it hangs on, as a key (`form_of`): shapes, strides, dtypes, devices and alignment of its
-         |           tensors; the other arguments with their types; modes of torch; rules that were measured
-         |  _calls
+    form of a call   all that it hangs on: a key (`form_of`) of shapes and alignment, of the other arguments with their
+         |           types, of modes of torch and of measured rules; and a check of q, k and v by one function of C++
+         |  _calls   each (`internals.form_check`): strides, dtype, device, dispatch keys, gradient
          v
     KnownCall        request without tensors, backend, and for each direction the recording of its launches
 
@@ -18,6 +18,7 @@ graph is captured (`triton.start`): then the function of the backend runs.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +27,27 @@ from hilbert_lib.attention import failures, operators
 from hilbert_lib.attention.autograd import Served, needs_gradient, run_forward, unwatched_backward
 from hilbert_lib.attention.measured_rules import changed_lately, look_again
 from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Results, Tensors, tensors_of, without_tensors
-from hilbert_lib.internals import apply_function, is_below_autograd, is_thread_watched, plain_keys
+from hilbert_lib.internals import form_check, is_below_autograd, is_thread_watched, plain_apply, plain_keys
 from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.points import PointNeighbourhood
 
-MOST = 1024  # forms; all are forgotten where there are more
+MOST = 1024  # keys of forms; all are forgotten where there are more
+MOST_ALIKE = 16  # forms of one key: they differ in strides, devices or gradients
 MOST_BACKWARDS = 8  # forms of what a backward is given, for one form of call
 _PLAIN = {type(None), bool, int, float, str}
 _LISTS = {tuple, list}
 _TENSORS = {Tensor, torch.nn.Parameter}
 
 Form = tuple
+
+
+class BackwardRecording(NamedTuple):
+    """The launches of a backward, and what it was given."""
+
+    is_alike: Callable[..., bool]  # (dout, tensors, out, lse) -> whether they are like those of the recording
+    is_deterministic: bool
+    recording: object
 
 
 class KnownCall:
@@ -64,7 +74,7 @@ class KnownCall:
         self.gradients = [*map(Tensors._fields.index, fields)]  # the number of each input's among `Tensors`
         self.has_empty = any(getattr(inputs, name).numel() == 0 for name in fields)
         self.recording = None
-        self.backward_recordings: dict[tuple, object] = {}
+        self.backward_recordings: list[BackwardRecording] = []
         self.beside: KnownCall | None = None  # what computes extra queries
 
     @classmethod
@@ -97,15 +107,15 @@ class KnownCall:
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: dict[str, object]
     ) -> Tensor | tuple[Tensor, ...]:
         """The results of a call of this form, as the user gets them. options: all other arguments by name."""
+        with_lse = options["return_lse"]
         if self.is_of_three and self.beside is None:
-            out, lse = self.attention((q, k, v))
-            return (out, lse) if options["return_lse"] else out
+            return self.attention((q, k, v), with_lse)
         arguments = {"q": q, "k": k, "v": v, **options}
-        results = out, _ = self.attention(self._tensors_of(arguments, pattern))
+        results = self.attention(self._tensors_of(arguments, pattern), with_lse)
         if self.beside is None:
-            return tuple(results) if options["return_lse"] else out
-        extra_results = extra_out, _ = self.beside.attention(self.beside._tensors_of(arguments, pattern))
-        return (*results, *extra_results) if options["return_lse"] else (out, extra_out)
+            return results
+        extra_results = self.beside.attention(self.beside._tensors_of(arguments, pattern), with_lse)
+        return (*results, *extra_results) if with_lse else (results, extra_results)
 
     def _tensors_of(self, arguments: dict[str, object], pattern: Pattern) -> tuple[Tensor, ...]:
         made = {}
@@ -118,12 +128,14 @@ class KnownCall:
         tensors = [made[name] if name in made else arguments[name] for name in self.arguments]
         return *tensors, *(pattern.list_tensors if self.has_lists else ())
 
-    def attention(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Output and lse, differentiable once."""
+    def attention(self, tensors: tuple[Tensor, ...], with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+        """Output, with lse if it is asked for; differentiable once."""
         if self.is_recorded and not is_below_autograd():
             count = len(self.names)
-            return apply_function(_Differentiable, self, tensors[count:], *tensors[:count])
-        return self.forward(tensors)
+            apply = _apply_with_lse if with_lse else _apply
+            return apply(self, tensors[count:], *tensors[:count])
+        out, lse = self.forward(tensors)
+        return (out, lse) if with_lse else out
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Output and lse."""
@@ -151,21 +163,23 @@ class KnownCall:
         self, dout: Tensor, tensors: tuple[Tensor, ...], out: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> list[Tensor | None]:
         """The gradient of each tensor that is a field of `Tensors`."""
-        given, form = (dout, *tensors, out, lse), None
-        if is_thread_watched() or not _TENSORS.issuperset(map(type, given)) or not plain_keys(dout):
-            inputs, request = self._unpacked(tensors)
-            return self._own(operators.dispatched_backward(dout, inputs, out, lse, dlse, request, self.served.name))
-        if dlse is None and not self.has_empty and not torch.is_grad_enabled():
-            form = torch.are_deterministic_algorithms_enabled(), *map(_form_of_saved, given)
-            recording = self.backward_recordings.get(form)
-            if recording is not None and (grads := recording.run(given)) is not None:
-                return self._own(grads)
+        given, is_watched = (dout, *tensors, out, lse), is_thread_watched()
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        may_record = dlse is None and not (self.has_empty or is_watched or torch.is_grad_enabled())
+        if may_record:
+            for is_alike, was_deterministic, recording in self.backward_recordings:
+                if was_deterministic == is_deterministic and is_alike(*given):
+                    if (grads := recording.run(given)) is not None:
+                        return self._own(grads)
+                    break
         inputs, request = self._unpacked(tensors)
+        if is_watched or not _TENSORS.issuperset(map(type, given)) or not plain_keys(dout):
+            return self._own(operators.dispatched_backward(dout, inputs, out, lse, dlse, request, self.served.name))
         grads = unwatched_backward(dout, inputs, out, lse, dlse, request, self.served)
-        if form is not None and (recording := _recording_of(grads, given)) is not None:
+        if may_record and (recording := _recording_of(grads, given)) is not None:
             if len(self.backward_recordings) >= MOST_BACKWARDS:
                 self.backward_recordings.clear()
-            self.backward_recordings[form] = recording
+            self.backward_recordings.append(BackwardRecording(form_check(*given), is_deterministic, recording))
         return self._own(grads)
 
     def _own(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
@@ -210,45 +224,72 @@ def _recording_of(results: tuple, tensors: tuple[Tensor, ...]) -> object:
     return results.recording.over(numbers, len(ids))
 
 
-def _form_of_saved(x: Tensor) -> tuple:
-    # What a backward hangs on of a tensor that autograd saved, or of a gradient.
-    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+# They save what `autograd.Differentiable` saves, in the same order: a checkpoint may recompute one by another.
+def _forward_of(
+    ctx: object, known_call: KnownCall, lists: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    out, lse = known_call.forward((*tensors, *lists) if lists else tensors)
+    ctx.known_call, ctx.lists = known_call, lists
+    ctx.save_for_backward(*known_call.saved(tensors, out, lse))
+    ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
+    return out, lse
 
 
-# It saves the tensors that `autograd.Differentiable` saves, in the same order: a checkpoint may recompute one by the
-# other.
-class _Differentiable(torch.autograd.Function):
+def _backward_of(ctx: object, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    known_call = ctx.known_call
+    if dout is None and dlse is None:
+        return (None,) * (2 + len(known_call.names))
+    tensors, out, lse = known_call.restored(ctx.saved_tensors)
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = known_call.backward(dout, (*tensors, *ctx.lists), out, lse, dlse)
+    rest = len(known_call.names) - known_call.input_count
+    return None, None, *grads, *(None,) * rest
+
+
+class _WithLse(torch.autograd.Function):
     """(known_call, lists, *tensors) -> (out, lse); differentiable once."""
 
     @staticmethod
     def forward(ctx, known_call: KnownCall, lists: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = known_call.forward((*tensors, *lists))
-        ctx.known_call, ctx.lists = known_call, lists
-        ctx.save_for_backward(*known_call.saved(tensors, out, lse))
-        ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
-        return out, lse
+        return _forward_of(ctx, known_call, lists, tensors)
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        known_call = ctx.known_call
-        rest = len(known_call.names) - known_call.input_count
-        if dout is None and dlse is None:
-            return (None,) * (2 + len(known_call.names))
-        tensors, out, lse = known_call.restored(ctx.saved_tensors)
-        dout = torch.zeros_like(out) if dout is None else dout
-        grads = known_call.backward(dout, (*tensors, *ctx.lists), out, lse, dlse)
-        return None, None, *grads, *(None,) * rest
+        return _backward_of(ctx, dout, dlse)
 
 
-_calls: dict[Form, KnownCall] = {}
+class _OutAlone(torch.autograd.Function):
+    """(known_call, lists, *tensors) -> out: each output of a function takes autograd a tenth of a short call."""
+
+    @staticmethod
+    def forward(ctx, known_call: KnownCall, lists: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:
+        return _forward_of(ctx, known_call, lists, tensors)[0]
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _backward_of(ctx, dout, None)
+
+
+_apply_with_lse, _apply = plain_apply(_WithLse), plain_apply(_OutAlone)
+
+
+class _Alike(NamedTuple):
+    # A form of call: checks of q, of k and of v, which may be one tensor, and what is known of it.
+    is_like_q: Callable[[Tensor], bool]
+    is_like_k: Callable[[Tensor], bool]
+    is_like_v: Callable[[Tensor], bool]
+    call: KnownCall
+
+
+_calls: dict[Form, list[_Alike]] = {}
 
 
 def form_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, door: Callable, options: dict) -> Form | None:
-    """The form of a call, or None where it has none.
+    """The key of a call's form, or None where it has no form.
 
     door: what the pattern's kind is checked by. options: all other arguments by name.
     """
-    if is_thread_watched() or not _TENSORS.issuperset((type(q), type(k), type(v))):
+    if is_thread_watched() or not _TENSORS.issuperset((type(q), type(k), type(v))) or not (q.is_cuda or q.is_cpu):
         return None
     values = options.values()
     kinds = tuple(map(type, values))  # 1, 1.0 and True are equal
@@ -258,14 +299,15 @@ def form_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, door: Callable, o
         ]
         if _NO_FORM in values:
             return None
-    of_q, of_k, of_v = _form_of_tensor(q), _form_of_tensor(k), _form_of_tensor(v)
-    if not (of_q and of_k and of_v):
+    try:
+        of_tensors = q.shape, k.shape, q.dtype, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    except RuntimeError:  # a nested tensor has no shape and a sparse one no address: they are refused in words
         return None
     if isinstance(pattern, PointNeighbourhood):  # points themselves would keep their lists
         pattern = pattern.form, *map(_form_of_tensor, pattern.list_tensors)
-    device_type = q.device.type
+    device_type = "cuda" if q.is_cuda else "cpu"  # to ask for its device takes longer
     return (
-        pattern, door, kinds, *options, *values, of_q, of_k, of_v,
+        pattern, door, kinds, *options, *values, *of_tensors,
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
@@ -297,24 +339,31 @@ def _is_plain(values: tuple | list) -> bool:
     return all(_is_plain(value) if type(value) in _LISTS else type(value) in _PLAIN for value in values)
 
 
-def known(form: Form | None) -> KnownCall | None:
+def known(form: Form | None, q: Tensor, k: Tensor, v: Tensor) -> KnownCall | None:
     """The decisions for calls of this form, or None."""
     try:
-        return _calls.get(form)
+        alike = _calls.get(form, ())
     except TypeError:  # a pattern, or a list of them, that has no hash
         return None
+    for is_like_q, is_like_k, is_like_v, call in alike:
+        if is_like_q(q) and is_like_k(k) and is_like_v(v):
+            return call
+    return None
 
 
-def remember(form: Form | None, call: KnownCall | None) -> None:
-    """Keep the decisions for calls of a form."""
-    if form is None or call is None:
+def remember(form: Form | None, q: Tensor, k: Tensor, v: Tensor, call: KnownCall | None) -> None:
+    """Keep the decisions for calls of a form. Of tensors that are more than their data nothing is kept."""
+    if form is None or call is None or not all(map(plain_keys, (q, k, v))):
         return
     if len(_calls) >= MOST:
         _calls.clear()
     try:
-        _calls[form] = call
+        alike = _calls.setdefault(form, [])
     except TypeError:
         return
+    if len(alike) >= MOST_ALIKE:
+        alike.clear()
+    alike.append(_Alike(*map(form_check, (q, k, v)), call))
 
 
 def forget() -> None:

@@ -155,16 +155,23 @@ class Recording(NamedTuple):
     def run(self, tensors: Sequence[Tensor | None]) -> Sequence | None:
         """Start all on the current stream of the current device: what `finish` gives.
 
-        None, and nothing is started, where Triton itself must start them, or a table is gone.
+        None, and nothing is started, where Triton itself must start them, a table is gone, or a tensor does not begin
+        at a multiple of 16 bytes.
         """
         if _is_watched(tensors[0]) or _setting(tensors[0]) != self.setting:
             return None
         tables = [*map(call, self.tables)]  # alive until all are started
-        if NoneType in map(type, tables) or any(launch.kernel.pre_run_hooks for launch in self.launches):
+        if NoneType in map(type, tables):
+            return None
+        for launch in self.launches:
+            if launch.kernel.pre_run_hooks:
+                return None
+        values = [0 if x is None else x.data_ptr() for x in tensors]
+        if reduce(or_, values) % 16:
             return None
         made = [create and create() for create in self.made]
         all_tensors = [*tensors, *made]
-        values = [0 if x is None else x.data_ptr() for x in all_tensors]
+        values += [0 if x is None else x.data_ptr() for x in made]
         stream = triton.runtime.driver.active.get_current_stream(self.setting[0])
         if self.flag is not None:
             values[len(tensors) + self.flag] = _flags.next_address(tensors[0].device, self.setting[0], stream)
