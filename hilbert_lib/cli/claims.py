@@ -70,6 +70,6 @@ def _fields(answer) -> dict:
     claim = answer.claim
     fields = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}
     fields |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
-    fields |= {"not judged": answer.unjudged}
+    fields |= {"not judged": answer.unjudged, "not read": ", ".join(answer.unread)}
     fields |= {"from": answer.evidence, "on": answer.hardware}
     return fields | {"again": command(claim) if claim.measure or claim.tests else ""}

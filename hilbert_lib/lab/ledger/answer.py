@@ -14,6 +14,7 @@ from hilbert_lib.lab.ledger.cases import INTERVAL
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED, WAITS, Band, Claim, When
 from hilbert_lib.lab.ledger.claims import LEDGER, WAITING
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
+from hilbert_lib.lab.tables import sides_of
 
 ROOT = REPORTS.parent
 JUDGED = ["claimed_least", "claimed_most", "as_claimed"]
@@ -25,6 +26,7 @@ class Answer:
     """Answer to a claim: value, with its interval or the range of all cases, and the folder that was read.
 
     left_out: how many cases each query of `leaves_out` takes away from the judged ones.
+    unread: the sweeps of the record whose cases the claim is not about.
     """
 
     claim: Claim
@@ -33,6 +35,7 @@ class Answer:
     cases: pd.DataFrame | None = None
     run: Path | None = None
     left_out: dict[str, int] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     @property
     def unjudged(self) -> str:
@@ -73,34 +76,59 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
     """
     if claim.tests:
         return Answer(claim, claim.verdict)
+    unread = ()
     if not claim.record:
         cases = claim.measure()
     else:
         if run is None and not REPORTS.exists():
             raise ValueError(f"no records at {REPORTS}, which {claim.id} is answered by: they are part of the checkout")
-        # What needs no GPU was timed without one.
-        run = run or newest_run(claim.record) or newest_run(claim.record, machines=REPORTS.glob(MACHINES))
+        run = run or run_of(claim)
         if run is None:
             return Answer(claim, f"{WAITS}: {claim.record}")
+        records = read_records(run / RESULTS)
+        unread = tuple(sorted({sweep_of(record) for record in records} - {*claim.sweeps}))
         try:
-            cases = claim.measure(read_records(run / RESULTS)).dropna(subset=INTERVAL[0])
+            cases = claim.measure(records).dropna(subset=INTERVAL[0])
         except ValueError:
             cases = pd.DataFrame()  # the record lacks a sweep
-    left_out = {} if cases.empty else {where: len(cases.query(where)) for where in claim.leaves_out}
-    for where in left_out:
-        cases = cases.query(f"not ({where})")
+    cases, left_out = set_apart(claim, cases)
+    counts = {where: len(rows) for where, rows in left_out.items()}
     if cases.empty:  # or was not timed, where NaN stood
-        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run)
+        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run, counts, unread)
     verdict, cases = judge(cases, claim.claimed, claim.when)
     if claim.basis and verdict.startswith(HOLDS):
         verdict = verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1)
-    return Answer(claim, verdict, _value(cases), cases, run, left_out)
+    return Answer(claim, verdict, _value(cases), cases, run, counts, unread)
+
+
+def run_of(claim: Claim) -> Path | None:
+    """The newest committed run of a claim's record; None where there is none."""
+    # What needs no GPU was timed without one.
+    return newest_run(claim.record) or newest_run(claim.record, machines=REPORTS.glob(MACHINES))
 
 
 def judged(name: str, records: list[dict]) -> tuple[str, pd.DataFrame]:
     """The verdict that records which were just measured give on a claim, also one that waits, and its cases."""
     claim = {**LEDGER, **WAITING}[name]
-    return judge(claim.measure(records), claim.claimed, claim.when)
+    cases, _ = set_apart(claim, claim.measure(records))
+    return judge(cases, claim.claimed, claim.when)
+
+
+def set_apart(claim: Claim, cases: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
+    """The cases that are judged, and those that each query of `leaves_out` takes away, in turn."""
+    left_out = {}
+    for where in claim.leaves_out if len(cases) else ():
+        left_out[where] = cases.query(where)
+        cases = cases.drop(index=left_out[where].index)
+    return cases, left_out
+
+
+def sweep_of(record: dict) -> str:
+    """The sweep of a record of any kind: of a side's parameters, of a rank's run, or the kind of what has no sweep."""
+    if "point" in record:
+        return "points"
+    parameters = sides_of(record)[0].get("parameters", {})
+    return parameters.get("sweep") or record.get("sweep") or record["kind"]
 
 
 def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: When | None = None) -> tuple[str, pd.DataFrame]:

@@ -46,10 +46,11 @@ class Claim:
         claim out of the ledger until that record is committed.
     quantity: what the value of a case is.
     record: the notebook whose records `measure` is given; empty where it computes its cases from nothing.
-    measure: gives a table of cases (see `cases`).
+    sweeps: the sweeps of that record whose cases `measure` gives. The ledger names the others as not read.
+    measure: gives a table of all cases of these sweeps (see `cases`). It filters none: `leaves_out` does.
     claimed: the ranges that the documents give. Each case must lie in the query of one of them.
     when: the condition under which the claim holds, where it does not always.
-    leaves_out: queries over the cases that are not judged, each with its reason.
+    leaves_out: queries over the cases that are not judged, each with its reason. Each takes away from what is left.
     basis: "as planned" or "as predicted" where nothing was measured.
     tests: names of tests, as pytest takes them.
     note: what a reader should know beside the verdict.
@@ -72,6 +73,7 @@ class Claim:
     verdict: str
     quantity: str = ""
     record: str = ""
+    sweeps: tuple[str, ...] = ()
     measure: Callable[..., pd.DataFrame] | None = None
     claimed: tuple[Band, ...] = ()
     when: When | None = None
@@ -93,6 +95,8 @@ class Claim:
             raise ValueError(f"measure or tests of {self.id} must be given, and not both; got {self.tests} as tests")
         if bool(self.measure) != bool(self.claimed):
             raise ValueError(f"claimed of {self.id} must be given with measure, and only then; got {self.claimed}")
+        if bool(self.record) != bool(self.sweeps):
+            raise ValueError(f"sweeps of {self.id} must be given with record, and only then; got {self.sweeps}")
         if self.pairs and not self.record:
             raise ValueError(f"record of {self.id} must name what pairs write, got ''")
         if not self.waits and not self.verdict.startswith((HOLDS, HOLDS_NOT, UNTESTED)):

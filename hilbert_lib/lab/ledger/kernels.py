@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 
 from hilbert_lib.lab.cache.l2 import GPUS
-from hilbert_lib.lab.cache.neighbourhood import COMPACT, CURVES
+from hilbert_lib.lab.cache.neighbourhood import CURVES
 from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.cases import INTERVAL, counted
-from hilbert_lib.lab.ledger.documents import BACKENDS, LAYOUTS
+from hilbert_lib.lab.ledger.documents import FUNCTIONS, LAYOUTS
 from hilbert_lib.lab.records import MACHINES, REPORTS, committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
@@ -26,6 +26,7 @@ from hilbert_lib.lab.tables import fused_name, ratio_table, side_table
 Records = list[dict]  # of a results.jsonl
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
 POINTS = "bench_attention_xformers"
+BUFFERS = ["strategy", "direction", "tokens"]
 CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
 
@@ -42,19 +43,21 @@ def quotient(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"value": value, "low": low, "high": high})
 
 
-def layout_ratios(records: Records, *, order: str = "hilbert", where: str = "") -> pd.DataFrame:
-    """Time of linear storage, read through a table, over that of an order, or of the "best" one of each work."""
+def layout_ratios(records: Records) -> pd.DataFrame:
+    """Time of linear storage, read through a table, over that of every other `order`, and over that without a table."""
     # The documents' sizes hold rows of 64 elements in bfloat16, all heads of a token side by side.
-    sizes = ratios(records, sweep="claims", where=f"pair == '{LAYOUTS}'")
+    sizes = ratios(records, sweep="claims")
     sizes = sizes.assign(work="whole sequence", queries=0, row_bytes=2 * sizes.head_dim)
+    # Their two kernels compute two functions.
+    sizes["rival"] = sizes.rival.where(sizes.pair == LAYOUTS, FUNCTIONS)
     pairs = pd.concat([_layouts(records), sizes], ignore_index=True)
-    if order == "best":
-        pairs = pairs[pairs.rival != NO_TABLE]
-        cases = pairs.loc[pairs.groupby(CASE).value.idxmax()]
-    else:
-        cases = pairs[pairs.rival == order]
-    cases = cases[[*CASE, *INTERVAL, "rival"]]
-    return (cases.query(where) if where else cases).reset_index(drop=True)
+    return pairs[[*CASE, *INTERVAL, "rival"]].rename(columns={"rival": "order"})
+
+
+def best_layouts(cases: pd.DataFrame) -> pd.DataFrame:
+    """Of `layout_ratios`, the order with the largest ratio of each work."""
+    orders = cases[~cases.order.isin([NO_TABLE, FUNCTIONS])]
+    return orders.loc[orders.groupby(CASE).value.idxmax()]
 
 
 def over_sequence(records: Records) -> pd.DataFrame:
@@ -83,11 +86,38 @@ def grid_gains(records: Records) -> pd.DataFrame:
 
 def boxes_over_blocks(records: Records) -> pd.DataFrame:
     """Time of FlexAttention in the fastest order of each work over that of boxes in rows, forward and backward."""
-    where = f"rival == 'boxes, raster' and base in {['raster', *COMPACT]}"
-    table = ratios(records, sweep="neighbourhood", where=where).sort_values("value", kind="stable")
-    case = ["direction", "side", "window", "head_dim"]
-    best = table.drop_duplicates(case)
-    return best.assign(order=best.base)[[*case, "order", *INTERVAL]].reset_index(drop=True)
+    cases = over_kernels(records).query("kernel == 'FlexAttention' and rival == 'boxes, raster'")
+    return cases.drop(columns=["kernel", "rival"]).reset_index(drop=True)
+
+
+def over_kernels(records: Records) -> pd.DataFrame:
+    """Time of every kernel on grids in the fastest `order` of each work, over that of each `rival`.
+
+    An order that was timed beside another order of its kernel alone stands beside the rival through that one.
+    """
+    table = ratios(records, sweep="neighbourhood")
+    work = ["direction", "side", "window", "head_dim"]
+    by_way_of = [table[[*work, "base", "rival", *INTERVAL]], _through_another_order(table, work)]
+    table = pd.concat(by_way_of).drop_duplicates([*work, "base", "rival"]).sort_values("value", kind="stable")
+    table = table.assign(kernel=table.base.map(_kernel_of), order=table.base.str.split(", ").str[-1])
+    case = [*work, "kernel", "rival"]
+    return table.drop_duplicates(case)[[*case, "order", *INTERVAL]].reset_index(drop=True)
+
+
+def _through_another_order(table: pd.DataFrame, work: list[str]) -> pd.DataFrame:
+    # Of a pair (raster, boxes) and a pair (raster, morton) of one kernel: that of morton and boxes.
+    of_orders = table[table.base.map(_kernel_of) == table.rival.map(_kernel_of)]
+    both = table.merge(of_orders, on=[*work, "base"], suffixes=("", "_order"))
+    both = both[both.rival != both.rival_order].reset_index(drop=True)
+    of_order = both[[f"{name}_order" for name in INTERVAL]].set_axis(INTERVAL, axis=1)
+    names = both[[*work, "rival_order", "rival"]].rename(columns={"rival_order": "base"})
+    return names.join(quotient(both[INTERVAL], of_order))
+
+
+def _kernel_of(name: str) -> str:
+    # A name without a kernel is an order of FlexAttention's.
+    kernel, comma, _ = name.partition(", ")
+    return kernel if comma else "FlexAttention"
 
 
 def over_lists(records: Records, kernel: str) -> pd.DataFrame:
@@ -146,17 +176,23 @@ def nearest_backends(choices: Records, records: Records) -> pd.DataFrame:
 
 
 def growth(records: Records) -> pd.DataFrame:
-    """The Hilbert order's ratio at the largest dilation over that at the smallest, and likewise by length.
+    """An order's ratio at a larger dilation over that at the smallest, and likewise by length.
 
-    grows_with: "dilation" or "length"; at: the other of the two.
+    grows_with: "dilation" or "length", from `smallest` to `larger`; at: the other of the two. is_largest: whether
+    `larger` is the last of its series.
     """
     # Not `layout_ratios`: at the documents' sizes the heads of a token lie side by side, which is another layout.
-    table, cases = ratios(records, sweep="layouts", where="rival == 'hilbert'"), []
+    table, cases = ratios(records, sweep="layouts").rename(columns={"rival": "order"}), []
     for along, fixed in (("dilation", "length"), ("length", "dilation")):
-        ends = table.sort_values(along).groupby(["row_bytes", fixed])[[along, *INTERVAL]]
-        first, last = ends.first(), ends.last()
-        grown = quotient(last, first)[first[along] < last[along]].rename_axis(["row_bytes", "at"]).reset_index()
-        cases.append(grown.assign(grows_with=along))
+        about = ["order", "row_bytes", fixed]
+        series = table.groupby(about)[along]
+        table["smallest"], table["largest"] = series.transform("min"), series.transform("max")
+        first = table[table[along] == table.smallest][[*about, *INTERVAL]]
+        larger = table[table[along] > table.smallest].reset_index(drop=True)
+        base = larger[about].merge(first, on=about, how="left")
+        case = larger[about].rename(columns={fixed: "at"}).assign(grows_with=along)
+        ends = {"smallest": larger.smallest, "larger": larger[along], "is_largest": larger[along] == larger.largest}
+        cases.append(quotient(larger, base).assign(**case, **ends))
     return pd.concat(cases, ignore_index=True)
 
 
@@ -166,23 +202,25 @@ def longest(records: Records, *, asked: int) -> pd.DataFrame:
     return counted(pd.DataFrame({"tokens": [asked], "value": [longest_length / asked]}))
 
 
-def over_base(records: Records, *, base: str, rival: str) -> pd.DataFrame:
-    """Time of a base over that of a rival, both timed beside the first backend of their point."""
-    table = outcome_table(records).dropna(subset=["ratio"]).rename(columns={"ratio": "value"})
-    rival_times, base_times = (
-        table[table.backend == name].set_index(["length", "direction"]) for name in (rival, base)
-    )
-    return quotient(rival_times, base_times).dropna().reset_index().assign(base=base)
+def over_rival(records: Records, rival: str) -> pd.DataFrame:
+    """Time of every `base` over that of a rival, both timed beside the first backend of their point."""
+    table = outcome_table(records).dropna(subset=["ratio"]).rename(columns={"ratio": "value", "backend": "base"})
+    case = ["length", "direction"]
+    both = table.merge(table[table.base == rival], on=case, suffixes=("", "_rival"))
+    of_rival = both[[f"{name}_rival" for name in INTERVAL]].set_axis(INTERVAL, axis=1)
+    cases = both[[*case, "base"]].join(quotient(of_rival, both[INTERVAL]))
+    return cases[cases.base != rival].reset_index(drop=True)
 
 
 def over_xformers(records: Records) -> pd.DataFrame:
-    """Time of torch's kernels over xFormers': its memory-efficient one in pairs, its FlashAttention in points."""
-    pairs = ratios(records, sweep="claims", where=f"pair == '{BACKENDS}'", columns=["base", "length", "direction"])
+    """Time of other backends over xFormers': of torch's memory-efficient kernel in pairs, of others in points."""
+    pairs = ratios(records, sweep="claims")
+    pairs = pairs[pairs.rival == "xformers"][["base", "length", "direction", *INTERVAL]].assign(timed="in pairs")
     if "flash" in set(pairs.base):
         return pairs
     (run,) = REPORTS.glob(f"{MACHINES}/*/{POINTS}")
-    flash = over_base(read_records(run / "points.jsonl"), base="flash", rival="xformers")
-    return pd.concat([pairs, flash], ignore_index=True)
+    others = over_rival(read_records(run / "points.jsonl"), "xformers").assign(timed="in points")
+    return pd.concat([pairs, others], ignore_index=True)
 
 
 def loop_over_call(records: Records) -> pd.DataFrame:
@@ -197,74 +235,78 @@ def loop_over_call(records: Records) -> pd.DataFrame:
     return pd.DataFrame(cases)
 
 
-def over_fixed(records: Records, *, where: str) -> pd.DataFrame:
-    """Time of each fixed backend over that of the automatic choice: the geometric mean of all works, least and most."""
-    gains = np.log(ratios(records, sweep="selection", where=where).set_index("base").value).groupby("base")
-    return np.exp(pd.DataFrame({"value": gains.mean(), "low": gains.min(), "high": gains.max()})).reset_index()
+def over_fixed(records: Records, *, least: int) -> pd.DataFrame:
+    """Time of each fixed backend over that of the automatic choice: the geometric mean of all works, least and most.
+
+    is_long: of works of at least so many tokens, or of the shorter ones.
+    """
+    table = ratios(records, sweep="selection")
+    gains = np.log(table.assign(is_long=table.length >= least).set_index(["base", "is_long"]).value)
+    of_works = gains.groupby(["base", "is_long"])
+    return np.exp(pd.DataFrame({"value": of_works.mean(), "low": of_works.min(), "high": of_works.max()})).reset_index()
 
 
 def pools(records: Records) -> pd.DataFrame:
-    """Time under torch's caching allocator over that of another way to hold buffers, and at 8,192 tokens the memory of
-    a forward in that way over its.
+    """Time under torch's caching allocator over that of another way to hold buffers, and the memory of that way over
+    its.
+
+    tokens: of a call, 0 where calls have several lengths in turn.
     """
-    table = _beside_caching(records, is_mixed=False)
-    table = table.assign(tokens=table.lengths.astype(int))
-    at_8k = table[(table.tokens == 8192) & (table.direction == "forward")]
-    memory = counted(at_8k[["strategy", "tokens"]], at_8k.reserved_bytes / at_8k.reserved_bytes_caching)
+    table = _beside_caching(records)
+    memory = counted(table[BUFFERS], table.reserved_bytes / table.reserved_bytes_caching)
     times = table.rename(columns={"ratio": "value"})
     cases = pd.concat([times.assign(what="time"), memory.assign(what="memory")], ignore_index=True)
-    return cases[["what", "strategy", "direction", "tokens", *INTERVAL]]
-
-
-def memory_of_configurations(records: Records) -> pd.DataFrame:
-    """Memory reserved by calls of one length with buffers held in each way, over that under torch's allocator."""
-    table = _beside_caching(records, is_mixed=False)
-    return counted(table[["strategy", "lengths", "direction"]], table.reserved_bytes / table.reserved_bytes_caching)
+    return cases[["what", *BUFFERS, *INTERVAL]]
 
 
 def saved_by_cache(records: Records) -> pd.DataFrame:
-    """The share of a call's time that is saved where its tables are found and not built; records of notebook 05."""
-    cases = ratios(records, sweep="pattern cache", columns=["what", "length"], where="rival == 'call'")
+    """The share of the time of a call, or of a look-up, that is saved where its tables are found and not built."""
+    cases = ratios(records, sweep="pattern cache", columns=["what", "length", "rival"])
     return cases.assign(**{name: cases[name] / (1 + cases[name]) for name in INTERVAL})
 
 
 def pool_fragmentation(records: Records) -> pd.DataFrame:
     """GiB reserved and not allocated under torch's caching allocator, less those under another way to hold buffers."""
-    table = _beside_caching(records, is_mixed=True)
-    return counted(table[["strategy", "direction"]], (table.fragmented_bytes_caching - table.fragmented_bytes) / 2**30)
+    table = _beside_caching(records)
+    return counted(table[BUFFERS], (table.fragmented_bytes_caching - table.fragmented_bytes) / 2**30)
 
 
-def _beside_caching(records: Records, *, is_mixed: bool) -> pd.DataFrame:
-    # The ways to hold buffers, with columns _caching of torch's allocator; of calls of one length, or of several.
+def _beside_caching(records: Records) -> pd.DataFrame:
+    # The ways to hold buffers, with columns _caching of torch's allocator.
     table = pool_table(records)
-    table = table[table.lengths.str.contains(" ") == is_mixed]
+    is_mixed = table.lengths.str.contains(" ")
+    table["tokens"] = table.lengths.where(~is_mixed, "0").astype(int)
     caching = table[table.strategy == "caching"]
-    return table[table.strategy != "caching"].merge(caching, on=["lengths", "direction"], suffixes=("", "_caching"))
+    return table[table.strategy != "caching"].merge(caching, on=["tokens", "direction"], suffixes=("", "_caching"))
 
 
 def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame:
-    """The share that the Hilbert order saves against linear storage: modelled, and as a GPU counted it."""
-    hilbert, linear = _counters(records)
-    saved = _counted_in(1 - hilbert[column] / linear[column]).assign(layout="bhsd")  # the layout of those sweeps
-    return pd.concat([models.units_saved(**model).assign(how="modelled"), saved], ignore_index=True)
+    """The share that an order saves against linear storage: Hilbert's modelled, and every order's as a GPU counted."""
+    orders, linear = _counters(records)
+    saved = _counted_in(1 - orders[column] / linear[column]).assign(layout="bhsd")  # the layout of those sweeps
+    modelled = models.units_saved(**model).assign(how="modelled", order="hilbert")
+    return pd.concat([modelled, saved], ignore_index=True)
 
 
 def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
-    """Points of hit rate that the Hilbert order gains over linear: in a modelled cache, and in a GPU's L2."""
-    hilbert, linear = _counters(records)
+    """Points of hit rate that an order gains over linear: Hilbert's in a modelled cache, all orders' in a GPU's L2."""
+    orders, linear = _counters(records)
     l2 = next(gpu for gpu in GPUS if gpu.name.startswith("H200"))  # an H100's is specified with as much
-    gained = _counted_in(hilbert.l2_found_percent - linear.l2_found_percent).assign(cache_kib=l2.l2_bytes // 1024)
-    modelled = models.hit_rate_gained(dilation=dilation).assign(how="modelled", dilation=dilation)
+    gained = _counted_in(orders.l2_found_percent - linear.l2_found_percent).assign(cache_kib=l2.l2_bytes // 1024)
+    modelled = models.hit_rate_gained(dilation=dilation).assign(how="modelled", dilation=dilation, order="hilbert")
     return pd.concat([modelled, gained], ignore_index=True)
 
 
 def _counters(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
-    # Of the fused forward, decoding and a gather.
+    # Of the fused forward, decoding and a gather: every order, and beside each row linear storage of the same work.
     table = counter_table(records)
     if table.empty:
         raise ValueError("nothing was counted")
-    table = table.set_index(["kernel", "length", "row_bytes", "dilation"])
-    return table[table.layout == "hilbert"], table[table.layout == "linear"]
+    work = ["kernel", "length", "row_bytes", "dilation"]
+    linear = table[table.layout == "linear"].set_index(work)
+    orders = table[table.layout != "linear"].rename(columns={"layout": "order"}).set_index([*work, "order"])
+    of_works = orders.reset_index("order").index
+    return orders, linear.reindex(of_works).set_index(orders.index)
 
 
 def _counted_in(values: pd.Series) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from hilbert_lib.lab.tables import of_sweep
 from hilbert_lib.lab.timing import SEED
 from hilbert_lib.lab.training import KIND, learning_table
 
-ROWS, CURVES = "raster", ("morton", "hilbert")
+ROWS = "raster"
 RESAMPLED = 2000
 
 
@@ -56,9 +56,3 @@ def orders_over_rows(records: list[dict]) -> pd.DataFrame:
         about = {"name": name, "loss": table.mean(), "seeds": seeds, "pictures": pictures}
         cases.append({**about, "value": np.exp(ratio.mean()), "low": low, "high": high})
     return pd.DataFrame(cases)
-
-
-def curves_over_rows(records: list[dict]) -> pd.DataFrame:
-    """`orders_over_rows` of the two curves alone."""
-    cases = orders_over_rows(records)
-    return cases[cases.name.isin(CURVES)].reset_index(drop=True)

@@ -143,8 +143,9 @@ def _ends(name: str, values: pd.Series, form: str = ".2f") -> dict[str, str]:
 
 def _orders(records: list[dict]) -> dict:
     """Effect of an order of k and v in one function: over whole sequences, at the documents' size, in decoding."""
-    hilbert, best = (kernels.layout_ratios(records, order=order, where=WHOLE_LINES) for order in ("hilbert", "best"))
-    plain = kernels.layout_ratios(records, order=NO_TABLE, where=WHOLE_LINES)
+    whole = kernels.layout_ratios(records).query(WHOLE_LINES)
+    hilbert, plain = (whole[whole.order == order] for order in ("hilbert", NO_TABLE))
+    best = kernels.best_layouts(whole)
     slots = {**_ends("rows_hilbert", hilbert.value), "rows_works": len(hilbert), "rows_best": f"{best.value.max():.2f}"}
     slots |= _ends("rows_no_table", plain.value)
     # Of whole sequences another kernel reads without a table: beside it an order would be a comparison of kernels.

@@ -10,15 +10,14 @@ from hilbert_lib.lab.tables import of_sweep
 from hilbert_lib.lab.timing import SEED, interval_of, resampled_medians
 
 CASE = ["base", "option", "direction"]
-HALF = ("float16", "bfloat16")
 
 
 def shares(records: list[dict]) -> pd.DataFrame:
-    """The rate of every option in half precision over that of its base."""
+    """The rate of every option over that of its base."""
     table = option_table(records)
-    table = table[table.dtype.isin(HALF) & (table.option != BASE)]
+    table = table[table.option != BASE]
     names = {"share": "value", "share_low": "low", "share_high": "high"}
-    return table.rename(columns=names | {"low": "ratio_low", "high": "ratio_high"})[[*CASE, *INTERVAL]]
+    return table.rename(columns=names | {"low": "ratio_low", "high": "ratio_high"})[[*CASE, "dtype", *INTERVAL]]
 
 
 def over_others(records: list[dict]) -> pd.DataFrame:

@@ -1,7 +1,6 @@
 """Cases of several ranks: bytes and memory as planned anywhere, times and overlap from the record of several GPUs."""
 
 from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -14,9 +13,11 @@ from hilbert_lib.ring.plan.plan import plan_ring
 
 SIZES = {"batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": torch.bfloat16}
 FIRST_SEGMENT = 2048
-# The sides of a record, and what a rank holds there. One rank alone ran no dense ring to compare with.
-SIDES = dict.fromkeys(("auto", "ring", "all_gather", "all_to_all"), "dilated rows") | {
-    "gathered": "all k and v, gathered"
+# What a rank holds in a record, by its side; the others go by their own names.
+HELD = dict.fromkeys(("auto", "ring", "all_gather", "all_to_all"), "dilated rows") | {
+    "linear order": "dilated rows, in an order",
+    "hilbert order": "dilated rows, in an order",
+    "gathered": "all k and v, gathered",
 }
 WHAT = {"sent_forward": "bytes sent", "peak_bytes": "memory"}
 
@@ -24,33 +25,60 @@ WHAT = {"sent_forward": "bytes sent", "peak_bytes": "memory"}
 def memory_by_ranks(records: Sequence[dict], *, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
     """Memory of the fullest rank times the number of ranks, over what the fewest ranks hold together: 1 is O(N/p).
 
-    As planned for many ranks, and as measured where all ranks share one sequence.
+    As planned for many ranks, and as measured: of each run of several ranks, in bytes for a token and head, over those
+    of the longest run of one rank.
     """
+    planned = _planned_memory(tokens, tuple(ranks)).assign(how="planned", sweep="plan")
+    longest_alone = max((record for record in records if record["ranks"] == 1), key=lambda record: record["tokens"])
+    measured = [
+        {
+            "what": HELD.get(record["side"], record["side"]),
+            "side": record["side"],
+            "sweep": record["sweep"],
+            "ranks": record["ranks"],
+            "heads": record["heads"],
+            "tokens": record["tokens"],
+            "is_causal": record["is_causal"],
+            "value": _bytes_of_a_token(record) / _bytes_of_a_token(longest_alone),
+        }
+        for record in records
+        if record["ranks"] > 1
+    ]
+    return pd.concat([planned, counted(measured).assign(how="measured")], ignore_index=True)
+
+
+def _planned_memory(tokens: int, ranks: tuple[int, ...]) -> pd.DataFrame:
     table = scaling_table([(tokens, p) for p in ranks], first_segment=FIRST_SEGMENT, **SIZES)
     together = table.memory_forward * table.ranks
     is_fewest = table.ranks == min(ranks)
     fewest = together[is_fewest].set_axis(table.what[is_fewest])
-    planned = counted(table[["what", "ranks"]], together / table.what.map(fewest))[~is_fewest]
-    strong = [record for record in records if record["sweep"] == "strong" and record["side"] in SIDES]
-    (single_rank_bytes,) = (record["peak_bytes"] for record in strong if record["ranks"] == 1)
-    measured = [
-        {
-            "what": SIDES[record["side"]],
-            "side": record["side"],
-            "ranks": record["ranks"],
-            "value": record["peak_bytes"] * record["ranks"] / single_rank_bytes,
-        }
-        for record in strong
-        if record["ranks"] > 1
-    ]
-    return pd.concat([planned.assign(how="planned"), counted(measured).assign(how="measured")], ignore_index=True)
+    return counted(table[["what", "ranks"]], together / table.what.map(fewest))[~is_fewest]
+
+
+def _bytes_of_a_token(record: dict) -> float:
+    return record["peak_bytes"] * record["ranks"] / record["tokens"]
 
 
 def gathered_over_ring(records: Sequence[dict], *, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
-    """Ratio of gathering to passing the dilated rows round a ring: bytes sent, and memory of the fullest rank.
+    """Ratio of other ways to passing the dilated rows round a ring: bytes sent, and memory of the fullest rank.
 
-    gathered: "the same rows", as planned and as measured, or "all k and v", as measured.
+    gathered: what another way gathers: "the same rows", as planned and as measured, "all k and v", as measured, or
+    "nothing".
     """
+    planned = _planned_ratios(tokens, tuple(ranks))
+    rings = {_run_of(record): record for record in records if record["side"] == "ring"}
+    gathers, cases = {"all_gather": "the same rows", "gathered": "all k and v"}, []
+    for record in records:
+        ring = rings.get(_run_of(record))
+        if ring is None or ring is record:
+            continue
+        case = {name: record[name] for name in ("sweep", "side", "ranks", "is_causal")}
+        case["gathered"] = gathers.get(record["side"], "nothing")
+        cases += [{**case, "what": WHAT[what], "value": record[what] / ring[what]} for what in WHAT]
+    return pd.concat([planned, counted(cases).assign(how="measured")], ignore_index=True)
+
+
+def _planned_ratios(tokens: int, ranks: tuple[int, ...]) -> pd.DataFrame:
     pattern, cases = spanning_pattern(tokens, FIRST_SEGMENT), []
     for p in ranks:
         lengths = shard_lengths_for(tokens, p)
@@ -58,16 +86,11 @@ def gathered_over_ring(records: Sequence[dict], *, tokens: int, ranks: Sequence[
         for what, name in (("bytes sent", "sent_forward"), ("memory", "memory_forward")):
             gathered, passed = (max(getattr(cost, name) for cost in plan.ranks) for plan in plans)
             cases.append({"what": what, "ranks": p, "value": gathered / passed})
-    planned = counted(cases).assign(how="planned", gathered="the same rows")
-    runs = {(record["sweep"], record["ranks"], record["is_causal"], record["side"]): record for record in records}
-    cases = []
-    for (*run, method), ring in runs.items():
-        gatherings = {"all_gather": "the same rows", "gathered": "all k and v"} if method == "ring" else {}
-        for gathering, what in product(gatherings, ("sent_forward", "peak_bytes")):
-            value = runs[(*run, gathering)][what] / ring[what]
-            case = {"sweep": run[0], "ranks": run[1], "gathered": gatherings[gathering]}
-            cases.append({**case, "what": WHAT[what], "value": value})
-    return pd.concat([planned, counted(cases).assign(how="measured")], ignore_index=True)
+    return counted(cases).assign(how="planned", gathered="the same rows", side="all_gather")
+
+
+def _run_of(record: dict) -> tuple:
+    return record["sweep"], record["ranks"], record["tokens"], record["is_causal"]
 
 
 def kept_by_order_of_shards(**sizes) -> pd.DataFrame:

@@ -123,17 +123,20 @@ def test_memory_of_one_segment_is_over_that_of_many(monkeypatch):
     assert cases.to_dict() == {"GiB": 3.0, "one segment over many": 4.0}
 
 
-def run(side, ranks, peak, sent=0, sweep="strong"):
-    return {"sweep": sweep, "side": side, "ranks": ranks, "is_causal": False, "peak_bytes": peak, "sent_forward": sent}
+def run(side, ranks, peak, sent=0, sweep="strong", tokens=64):
+    about = {"sweep": sweep, "side": side, "ranks": ranks, "tokens": tokens, "heads": 16, "is_causal": False}
+    return {**about, "peak_bytes": peak, "sent_forward": sent}
 
 
 def test_memory_and_bytes_of_ranks_are_those_of_plan_and_record(monkeypatch):
     table = {"what": ["a", "a", "b", "b"], "ranks": [2, 8, 2, 8], "memory_forward": [40, 10, 40, 30]}
     monkeypatch.setattr(ring, "scaling_table", lambda *_, **__: pd.DataFrame(table))
-    records = [run("auto", 1, 100), run("auto", 4, 26), run("gathered", 4, 90), run("dense ring", 4, 5)]
+    weak = [run("auto", 1, 60, sweep="weak", tokens=32), run("auto", 4, 30, sweep="weak", tokens=128)]
+    records = [*weak, run("auto", 1, 100), run("auto", 4, 26), run("gathered", 4, 90), run("dense ring", 4, 5)]
     cases = ring.memory_by_ranks(records, tokens=1, ranks=[2, 8])
-    assert cases.value.tolist() == pytest.approx([80 / 80, 240 / 80, 104 / 100, 360 / 100])
-    assert cases.how.tolist() == ["planned", "planned", "measured", "measured"]
+    assert cases.value.tolist() == pytest.approx([80 / 80, 240 / 80, 60 / 100, 104 / 100, 360 / 100, 20 / 100])
+    assert cases.how.tolist() == ["planned"] * 2 + ["measured"] * 4
+    assert cases.what.tolist()[2:] == ["dilated rows", "dilated rows", "all k and v, gathered", "dense ring"]
     costs = {"all_gather": (60, 9), "ring": (20, 6)}
 
     def plan_ring(*_, transport, **__):
@@ -143,8 +146,8 @@ def test_memory_and_bytes_of_ranks_are_those_of_plan_and_record(monkeypatch):
     monkeypatch.setattr(ring, "plan_ring", plan_ring)
     records = [run("ring", 4, 10, 2), run("all_gather", 4, 11, 2), run("gathered", 4, 40, 80), run("auto", 4, 1, 1)]
     cases = ring.gathered_over_ring(records, tokens=4096, ranks=[2])
-    assert cases.value.tolist() == pytest.approx([60 / 20, 9 / 6, 2 / 2, 11 / 10, 80 / 2, 40 / 10])
-    assert cases.gathered.tolist() == ["the same rows"] * 4 + ["all k and v"] * 2
+    assert cases.value.tolist() == pytest.approx([60 / 20, 9 / 6, 2 / 2, 11 / 10, 80 / 2, 40 / 10, 1 / 2, 1 / 10])
+    assert cases.gathered.tolist() == ["the same rows"] * 4 + ["all k and v"] * 2 + ["nothing"] * 2
 
 
 def test_rows_before_and_after_the_split_and_the_last_rank(monkeypatch):

@@ -12,8 +12,10 @@ CLAIMS = (
         question="the share of a call's time that is saved where its tables and its order are found and not built",
         quantity="share of time saved",
         record="05_backend_selection",
+        sweeps=("pattern cache",),
         measure=kernels.saved_by_cache,
         claimed=(Band(least=0.3),),
+        leaves_out={"rival == 'look-up'": "the time of a look-up alone, which B6 judges"},
         when=When(
             says="for the tables of a pattern, and for a curve of at most 8192 tokens",
             where="what == 'schedule tables' or length <= 8192",
