@@ -9,12 +9,15 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 from cases import BRANCHES, RULES, drawn, expected_on_grid, points_of
-from ring_ranks import SPECS, choosing_by_bytes, device, inputs, noting, rows_of, shard_of_points, shards_of
+from ring_ranks import SPECS, by_kernels, choosing_by_bytes, device, inputs, noting, rows_of, shard_of_points, shards_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import Neighbourhood, PointNeighbourhood, graph_cache
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Tensors
+from hilbert_lib.attention.triton import copies as copies_by_kernel
+from hilbert_lib.attention.triton import rows as rows_by_kernel
 from hilbert_lib.lab.sweeps.over_ranks import OverRanks
 from hilbert_lib.lab.sweeps.ring import measure
 from hilbert_lib.lab.sweeps.ring_trace import counted
@@ -51,6 +54,57 @@ def counted_and_planned(call, leaves: list, dout: torch.Tensor, cost) -> list[li
     found = [forward["sent"], forward["received"], backward["sent"], backward["received"]]
     planned = [cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward]
     return [found, planned, [forward["calls"], backward["calls"]]]
+
+
+BY_INDEX = ("index", "index_put_", "index_select", "index_copy_", "index_add_", "index_fill_", "cat", "stack")
+
+
+class _ByIndex(TorchDispatchMode):
+    """Counts the operators of torch that copy by index, or join what was copied."""
+
+    def __enter__(self):
+        self.found = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.overloadpacket.__name__
+        self.found += [name] if name in BY_INDEX else []
+        return operator(*args, **(kwargs or {}))
+
+
+def launches(what: str, **options) -> list[list[str]]:
+    """Of a forward, and of a backward: the starts of kernels for rows, and torch's own operators by index.
+
+    Attention is a stand-in, which starts nothing.
+    """
+    x = [torch.randn(1, 24, 4, 8, device=device()) for _ in range(4)]
+    if what == "grid":
+        near = Neighbourhood((12, 2 * dist.get_world_size()), (5, 3))
+        call = partial(ring_neighbourhood_attention, neighbourhood=near, **options)
+    else:
+        pattern = DilatedPattern((8, 24 * dist.get_world_size()), (1, 3))
+        call = partial(ring_dilated_attention, pattern=pattern, transport=what, **options)
+
+    def forward(given, call, name):
+        q = given.q
+        return torch.zeros_like(q), q.new_zeros(q.transpose(1, 2).shape[:3])
+
+    def backward(dout, given, out, lse, call, name, dlse=None):
+        return Tensors(*(None if x is None else torch.zeros_like(x) for x in given.with_rows))
+
+    found = []
+    start_rows = (copies_by_kernel, "start", "start"), (rows_by_kernel, "start", "start")
+    with patch.multiple(operators, attention=forward, attention_backward=backward), by_kernels():
+        for _ in range(2):  # what the first call makes once is not of a call
+            leaves = [each.clone().requires_grad_() for each in x[:3]]
+            found.clear()
+            with noting(start_rows) as started, _ByIndex() as by_torch:
+                out = call(*leaves)
+            found.append([*started, *by_torch.found])
+            with noting(start_rows) as started, _ByIndex() as by_torch:
+                torch.autograd.grad(out, leaves, x[3])
+            found.append([*started, *by_torch.found])
+    return found
 
 
 def made_by_two_calls(what: str, **options) -> list[list[str]]:
@@ -144,9 +198,10 @@ def _stand_ins():
         return tuple(x.new_empty(x.shape) for x in given[:3])
 
     nothing = {"merge_rows": lambda *_: None, "add_rows": lambda *_: None}
+    no_sums = {"merge_rows": lambda *_: None, "add_block": lambda *_: None}
     with (
         patch.multiple(operators, attention=forward, attention_backward=backward),
-        patch.multiple(blocks, choose=choose, **nothing),
+        patch.multiple(blocks, choose=choose, **no_sums),
         patch.multiple(passes, **nothing),
         patch.multiple(local, **nothing),
     ):

@@ -1,5 +1,7 @@
 """Rows that a rank copies and sums by index: a kernel gives the bits that torch gives, tensor by tensor."""
 
+from math import prod
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from hilbert_lib.attention.request import Tensors
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.rank import copies, local
 from hilbert_lib.ring.rank.halo_layout import layout_of
+from hilbert_lib.ring.rank.layout import Block
 
 pytest.importorskip("hilbert_lib.attention.triton.copies", reason="triton has no build for this platform")
 
@@ -37,7 +40,8 @@ def test_rows_that_kernels_copy_and_sum_are_those_of_torch_to_the_bit(shards, dt
             continue
         q, dout, out = drawn(3, 2, 4, cells, 5).transpose(2, 3)  # of heads first
         k, v = drawn(2, 2, cells, 2, 2, 5)[..., 1, :].flip(0)  # every other row
-        lse, received = drawn(2, 4, cells, dtype=torch.float32), drawn(sum(layout.received), 2, 2, 5)
+        lse, dlse = drawn(2, 2, 4, cells, dtype=torch.float32)
+        received = drawn(sum(layout.received), 2, 2, 5)
         grads, dq = drawn(2, 2, cells, 2, 5), drawn(2, cells, 4, 5)
         answer, found, results, lses = drawn(sum(layout.sent), 2, 2, 5, dtype=torch.float32), [], [], []
         for border in layout.borders:
@@ -50,8 +54,11 @@ def test_rows_that_kernels_copy_and_sum_are_those_of_torch_to_the_bit(shards, dt
         for by_kernel in (False, True):
             monkeypatch.setattr(copies, "kernel_serves", lambda x, answer=by_kernel: answer)
             sent = copies.packed(k, v, layout)
-            frames = [copies.framed(k, v, received, border, (q, dout, out), lse) for border in layout.borders]
-            results = [sent, *(x for frame, rows, own_lse in frames for x in (*frame, *rows, own_lse))]
+            frames = copies.framed(k, v, received, layout.borders, (q, dout, out), (lse, dlse, None))
+            results = [sent]
+            for frame in frames:
+                assert frame.by_lse[2] is None
+                results += [frame.k, frame.v, *frame.by_query, *frame.by_lse[:2]]
             results.append(copies.answered(found, received, layout, torch.float32))
             if layout.interior:
                 whole, whole_lse, both = dq.clone(), lse.clone(), [x.clone() for x in grads]
@@ -87,3 +94,42 @@ def test_rows_of_a_shard_that_a_kernel_copies_are_those_of_torch(heads, kv_heads
             got.append([*shard.queries(rows, dout, q, lse), shard.keys(rows, k, v)])
     for by_torch, by_kernel in zip(got[:2], got[2:], strict=True):
         assert all(map(torch.equal, by_torch, by_kernel))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+def test_rows_and_sums_of_a_block_that_one_kernel_makes_are_those_of_torch(heads, kv_heads, batch, dtype, monkeypatch):
+    """Of a block's queries, its keys in the shard and among received rows, and of its gradients."""
+    generator, positions, group = torch.Generator().manual_seed(0), 30, heads // kv_heads
+
+    def drawn(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    numbers = torch.randperm(positions * kv_heads, generator=generator)
+    touched = torch.stack([numbers[:50] // kv_heads, numbers[:50] % kv_heads])
+    shard, queries, keys = local.Shard(touched, kv_heads, Ordering.random(positions, 1)), (2, 3, 2), (2, 4, 2)
+    places = [
+        torch.randperm(touched.shape[1], generator=generator)[: prod(shape)].view(shape) for shape in (queries, keys)
+    ]
+    block = Block(None, False, *places, None)
+    q, dout = drawn(2, batch, positions, heads, 5)
+    k, v = drawn(2, batch, positions, kv_heads, 5)
+    received = drawn(touched.shape[1], 2, batch, 5)
+    # Gradients as a call returns them, whose batch lies between the segments and the rows.
+    dq = drawn(2, batch, 3, 2, group, 5).permute(0, 2, 3, 4, 1, 5)
+    dk, dv = drawn(2, 2, batch, 4, 2, 1, 5).permute(0, 1, 3, 4, 5, 2, 6)
+    sums = drawn(touched.shape[1], group + 2, batch, 5, dtype=torch.float32)
+    grads = drawn(batch, positions, heads, 5), *drawn(2, batch, positions, kv_heads, 5)
+    got = []
+    for by_kernel in (False, True):
+        monkeypatch.setattr(local, "kernel_serves", lambda x, answer=by_kernel: answer)
+        rows = [*shard.block(block, [q, dout], k, v), *shard.received_block(block, [q, dout], received)]
+        all_dq, all_dkv = (x.clone() for x in (sums[:, :group], sums[:, group:]))
+        local.add_block(all_dq, all_dkv, block, dq, dk, dv)
+        totals = tuple(x.clone() for x in grads)
+        shard.add(totals, all_dq, all_dkv)
+        got.append([*rows, all_dq, all_dkv, *totals])
+    for by_torch, by_kernel in zip(*got, strict=True):
+        assert by_torch.dtype == by_kernel.dtype
+        assert by_torch.equal(by_kernel)

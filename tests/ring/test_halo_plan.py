@@ -23,8 +23,8 @@ from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.plan.cost import Sizes
 from hilbert_lib.ring.plan.points import PointCounts, PointPlan
 from hilbert_lib.ring.plan.shards import hull
-from hilbert_lib.ring.rank import halo
-from hilbert_lib.ring.rank.halo import HaloJob, _framed
+from hilbert_lib.ring.rank import copies, halo
+from hilbert_lib.ring.rank.halo import HaloJob
 from hilbert_lib.ring.rank.halo_layout import layout_of
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
@@ -237,12 +237,10 @@ def test_rows_of_a_frame_are_own_ones_received_ones_or_zero():
     """With a smaller window a head receives less than the frame holds, which is no place for a NaN of another row."""
     near = Neighbourhood((16, 16), 7), Neighbourhood((16, 16), 3)
     layout = layout_of(plan_halo(near, Rectangles((2, 2)), **SIZES), 0, torch.device("cpu"))
-    own, extra = torch.full((2, 64, 2, 8), torch.nan), torch.empty(2, 0, 2, 8)
+    own = torch.full((2, 64, 2, 8), torch.nan)
     received = torch.ones(sum(layout.received), 2, 2, 8)
-    for border in layout.borders:
-        framed, *_ = _framed(
-            Tensors(own, own, own, extra, extra), border, Request(HeadNeighbourhoods(near)), received, None
-        )
+    all_framed = copies.framed(own, own, received, layout.borders, [own])
+    for border, framed in zip(layout.borders, all_framed, strict=True):
         for frame in (framed.k, framed.v):
             kinds = [(x := frame[0, :, :, 0]).isnan().sum(), (x == 1).sum(), (x == 0).sum()]
             assert kinds[:2] == [2 * len(border.own_rows[0]), len(border.their_rows[0])]

@@ -1,4 +1,4 @@
-"""Rows of several tensors, copied by index or summed by index, in one launch.
+"""Rows of several tensors, copied, added or summed by index, in one launch.
 
 Plain torch starts a kernel for each tensor, and two or three where it splits rows and joins them. Tensors are (batch,
 rows, heads, head_dim), of any strides. A row of heads is one (row, head) with the number row * heads + head.
@@ -15,7 +15,9 @@ from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.attention.triton.start import Start, start
 
 ELEMENTS = tl.constexpr(2048)  # elements of a tile: 16 a thread
-SLOTS = 6  # copies of one launch, and parts of one sum, as many as a box has sides
+GATHER, SCATTER, ADD = map(tl.constexpr, range(3))
+COPIES = 12  # of one launch: six tensors of a backward in each of two borders
+SLOTS = 6  # parts of one sum, as many as a box has sides
 
 
 class Copy(NamedTuple):
@@ -28,6 +30,7 @@ class Copy(NamedTuple):
     # -2 - m is row m of `other`.
     at: Tensor
     other: Tensor | None = None  # (batch, rows, 1, head_dim)
+    through: Tensor | None = None  # int64: then `at` holds places in it, and it what is said of `at`
 
 
 class Part(NamedTuple):
@@ -48,32 +51,37 @@ class Answers(NamedTuple):
 
 def gather_rows(copies: Sequence[Copy]) -> None:
     """Fill `dense` of each copy."""
-    _copy_all(copies, is_scatter=False)
+    _copy_all(copies, GATHER.value)
 
 
 def scatter_rows(copies: Sequence[Copy]) -> None:
     """Write `dense` of each copy to `indexed`; no row is named twice."""
-    _copy_all(copies, is_scatter=True)
+    _copy_all(copies, SCATTER.value)
 
 
-def _copy_all(copies: Sequence[Copy], *, is_scatter: bool) -> None:
+def add_rows(copies: Sequence[Copy]) -> None:
+    """Add `dense` of each copy to `indexed`, in the wider of the two dtypes, rounded once; no row is named twice."""
+    _copy_all(copies, ADD.value)
+
+
+def _copy_all(copies: Sequence[Copy], mode: int) -> None:
     copies = [copy for copy in copies if copy.dense.numel()]
-    for first in range(0, len(copies), SLOTS):
-        _copy_some(copies[first : first + SLOTS], is_scatter)
+    for first in range(0, len(copies), COPIES):
+        _copy_some(copies[first : first + COPIES], mode)
 
 
-def _copy_some(copies: Sequence[Copy], is_scatter: bool) -> None:
+def _copy_some(copies: Sequence[Copy], mode: int) -> None:
     tensors = [x for copy in copies for x in copy]
-    start(lambda: [_start_of_copies(copies, is_scatter)], tensors, copy_kernel, is_scatter)
+    start(lambda: [_start_of_copies(copies, mode)], tensors, copy_kernel, mode)
 
 
-def _start_of_copies(copies: Sequence[Copy], is_scatter: bool) -> Start:
+def _start_of_copies(copies: Sequence[Copy], mode: int) -> Start:
     block_d = power_of_2(max(copy.dense.shape[3] for copy in copies))
-    named, tiles = {"SCATTER": is_scatter, "BLOCK_D": block_d}, 0
-    for n in range(SLOTS):
+    named, tiles = {"MODE": mode, "BLOCK_D": block_d}, 0
+    for n in range(COPIES):
         copy = copies[n] if n < len(copies) else None
-        arguments = (None, None, None, None, None, 1) if copy is None else (*copy, _sizes(copy), copy.dense.shape[3])
-        names = ("dense", "indexed", "table", "other", "sizes", "HEAD_DIM")
+        arguments = (None,) * 6 + (1,) if copy is None else (*copy, _sizes(copy), copy.dense.shape[3])
+        names = ("dense", "indexed", "table", "other", "through", "sizes", "HEAD_DIM")
         named |= {f"{name}{n}": x for name, x in zip(names, arguments, strict=True)}
         if copy is not None:
             _, rows, heads, head_dim = copy.dense.shape
@@ -83,7 +91,7 @@ def _start_of_copies(copies: Sequence[Copy], is_scatter: bool) -> Start:
 
 def _sizes(copy: Copy) -> tuple[int, ...]:
     # Rows of heads and heads of `dense`, then the factors of `_copy` for each of the tensors.
-    dense, indexed, index, other = copy
+    dense, indexed, index, other, _ = copy
     _, n, heads, _ = dense.shape
     by_row = index.numel() == n  # then one number says where all heads of a row are
     table = (1, 0) if by_row else (heads, 1)
@@ -133,30 +141,49 @@ def _start_of_sum(
 
 @triton.jit
 def copy_kernel(
-    dense0, indexed0, table0, other0, sizes0, dense1, indexed1, table1, other1, sizes1,
-    dense2, indexed2, table2, other2, sizes2, dense3, indexed3, table3, other3, sizes3,
-    dense4, indexed4, table4, other4, sizes4, dense5, indexed5, table5, other5, sizes5,
-    SCATTER: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM0: tl.constexpr, HEAD_DIM1: tl.constexpr,
-    HEAD_DIM2: tl.constexpr, HEAD_DIM3: tl.constexpr, HEAD_DIM4: tl.constexpr, HEAD_DIM5: tl.constexpr,
+    dense0, indexed0, table0, other0, through0, sizes0, dense1, indexed1, table1, other1, through1, sizes1,
+    dense2, indexed2, table2, other2, through2, sizes2, dense3, indexed3, table3, other3, through3, sizes3,
+    dense4, indexed4, table4, other4, through4, sizes4, dense5, indexed5, table5, other5, through5, sizes5,
+    dense6, indexed6, table6, other6, through6, sizes6, dense7, indexed7, table7, other7, through7, sizes7,
+    dense8, indexed8, table8, other8, through8, sizes8, dense9, indexed9, table9, other9, through9, sizes9,
+    dense10, indexed10, table10, other10, through10, sizes10, dense11, indexed11, table11, other11, through11, sizes11,
+    MODE: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM0: tl.constexpr, HEAD_DIM1: tl.constexpr,
+    HEAD_DIM2: tl.constexpr, HEAD_DIM3: tl.constexpr, HEAD_DIM4: tl.constexpr,
+    HEAD_DIM5: tl.constexpr, HEAD_DIM6: tl.constexpr, HEAD_DIM7: tl.constexpr,
+    HEAD_DIM8: tl.constexpr, HEAD_DIM9: tl.constexpr, HEAD_DIM10: tl.constexpr,
+    HEAD_DIM11: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of heads of one of the copies."""
-    tile = _copy(tl.program_id(0), dense0, indexed0, table0, other0, sizes0, SCATTER, HEAD_DIM0, BLOCK_D)
+    tile = _copy(tl.program_id(0), dense0, indexed0, table0, other0, through0, sizes0, MODE, HEAD_DIM0, BLOCK_D)
     if dense1 is not None:
-        tile = _copy(tile, dense1, indexed1, table1, other1, sizes1, SCATTER, HEAD_DIM1, BLOCK_D)
+        tile = _copy(tile, dense1, indexed1, table1, other1, through1, sizes1, MODE, HEAD_DIM1, BLOCK_D)
     if dense2 is not None:
-        tile = _copy(tile, dense2, indexed2, table2, other2, sizes2, SCATTER, HEAD_DIM2, BLOCK_D)
+        tile = _copy(tile, dense2, indexed2, table2, other2, through2, sizes2, MODE, HEAD_DIM2, BLOCK_D)
     if dense3 is not None:
-        tile = _copy(tile, dense3, indexed3, table3, other3, sizes3, SCATTER, HEAD_DIM3, BLOCK_D)
+        tile = _copy(tile, dense3, indexed3, table3, other3, through3, sizes3, MODE, HEAD_DIM3, BLOCK_D)
     if dense4 is not None:
-        tile = _copy(tile, dense4, indexed4, table4, other4, sizes4, SCATTER, HEAD_DIM4, BLOCK_D)
+        tile = _copy(tile, dense4, indexed4, table4, other4, through4, sizes4, MODE, HEAD_DIM4, BLOCK_D)
     if dense5 is not None:
-        tile = _copy(tile, dense5, indexed5, table5, other5, sizes5, SCATTER, HEAD_DIM5, BLOCK_D)
+        tile = _copy(tile, dense5, indexed5, table5, other5, through5, sizes5, MODE, HEAD_DIM5, BLOCK_D)
+    if dense6 is not None:
+        tile = _copy(tile, dense6, indexed6, table6, other6, through6, sizes6, MODE, HEAD_DIM6, BLOCK_D)
+    if dense7 is not None:
+        tile = _copy(tile, dense7, indexed7, table7, other7, through7, sizes7, MODE, HEAD_DIM7, BLOCK_D)
+    if dense8 is not None:
+        tile = _copy(tile, dense8, indexed8, table8, other8, through8, sizes8, MODE, HEAD_DIM8, BLOCK_D)
+    if dense9 is not None:
+        tile = _copy(tile, dense9, indexed9, table9, other9, through9, sizes9, MODE, HEAD_DIM9, BLOCK_D)
+    if dense10 is not None:
+        tile = _copy(tile, dense10, indexed10, table10, other10, through10, sizes10, MODE, HEAD_DIM10, BLOCK_D)
+    if dense11 is not None:
+        tile = _copy(tile, dense11, indexed11, table11, other11, through11, sizes11, MODE, HEAD_DIM11, BLOCK_D)
 
 
 @triton.jit
 def _copy(
-    tile, dense, indexed, table, other, sizes, SCATTER: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
-):
+    tile, dense, indexed, table, other, through, sizes,
+    MODE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy a tile if it is one of this copy's. The result is its number among the tiles of the copies that follow."""
     BLOCK_D: tl.constexpr = BLOCK if HEAD_DIM > 1 else 1
     BLOCK_M: tl.constexpr = ELEMENTS // BLOCK_D
@@ -170,7 +197,10 @@ def _copy(
         number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         exists = number < rows  # [BLOCK_M]
         row, head = number // heads, number % heads  # [BLOCK_M] each
-        entry = tl.load(table + row * table_row + head * table_head, mask=exists, other=-1).to(tl.int32)  # [BLOCK_M]
+        entry = tl.load(table + row * table_row + head * table_head, mask=exists, other=-1)  # [BLOCK_M]
+        if through is not None:
+            entry = tl.load(through + entry, mask=exists, other=-1)  # [BLOCK_M]
+        entry = entry.to(tl.int32)  # [BLOCK_M]
         found_row, found_head = (entry // own_heads).to(tl.int64), (entry % own_heads).to(tl.int64)  # [BLOCK_M] each
         row, head, entry = row.to(tl.int64), head.to(tl.int64), entry.to(tl.int64)  # [BLOCK_M] each
         dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -179,8 +209,11 @@ def _copy(
         dense_at = dense + (b * dense_batch + row * dense_row + head * dense_head)[:, None] + dims  # [BLOCK_M, BLOCK_D]
         place = found_row * own_row + found_head * own_head + head * all_heads  # [BLOCK_M]
         indexed_at = indexed + (b * own_batch + place)[:, None] + dims * own_dim  # [BLOCK_M, BLOCK_D]
-        if SCATTER:
-            tl.store(indexed_at, tl.load(dense_at, mask=inside, other=0.0), mask=inside)
+        if MODE != GATHER:
+            rows_tile = tl.load(dense_at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
+            if MODE == ADD:
+                rows_tile += tl.load(indexed_at, mask=inside, other=0.0)
+            tl.store(indexed_at, rows_tile.to(indexed.dtype.element_ty), mask=inside)
         else:
             tl.store(dense_at, tl.load(indexed_at, mask=is_own, other=0.0), mask=is_own)
             if other is not None:

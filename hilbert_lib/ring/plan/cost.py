@@ -243,9 +243,9 @@ class _Block:
         queries, keys = sizes.batch * self.queries * sizes.group, sizes.batch * self.keys * 2 * sizes.row
         if direction == "forward":  # q, out and lse; k and v
             return queries * (2 * sizes.row + sizes.sum) + keys
-        # dq and delta; k, v, dk and dv; the sums of dq, and then dk beside dv
+        # dq and delta; k, v, dk and dv; the sums of dq
         results = queries * (sizes.row + sizes.sum) + 2 * keys
-        return self.copies(sizes) + results + max(queries * sizes.summed_row, keys)
+        return self.copies(sizes) + results + queries * sizes.summed_row
 
 
 def _blocks(plan: RingPlan, rank: int, number: int, is_fused: bool) -> Iterator[_Block]:

@@ -97,8 +97,8 @@ class ExchangePlan:
     #                to the end              then the largest of these steps
     #     forward    the call's tensors      packing  2 * sent
     #                                        travel   sent + arrived
-    #                                        border   arrived + results of all borders + inputs of one
-    #     backward   the call's tensors,     border   answers + inputs of one border
+    #                                        border   arrived + results and inputs of all borders
+    #     backward   the call's tensors,     border   answers + inputs of all borders
     #                arrived rows, the       travel   answers + arriving answers
     #                borders' gradients      adding   arriving answers + sums of the touched rows
     def _memory(self, rank: int, cells: int, out: int, into: int) -> tuple[int, int]:
@@ -111,13 +111,13 @@ class ExchangePlan:
         copies = 1 if self.interior_queries(rank) else 0
         # q, k, v, out and lse; of a border q, and k and v in a frame; its out and lse are kept to the end
         border_results = copies * sum((q + lse) * queries for queries, _ in borders)
-        border_inputs = max((copies * q * queries + kv * keys for queries, keys in borders), default=0)
+        border_inputs = sum(copies * q * queries + kv * keys for queries, keys in borders)
         forward = cells * (2 * q + kv + lse) + max(2 * sent, sent + arrived, arrived + border_results + border_inputs)
         # q, k, v, out, dout, dq, dk, dv, lse and delta; of a border the same, with sums of dk and dv in a frame
         backward = cells * (4 * q + (1 + copies) * kv + 2 * lse) + arrived
         answers, arriving = 2 * sizes.summed_row * into, 2 * sizes.summed_row * out
         border_grads = sum(copies * q * queries + sums * keys for queries, keys in borders)
-        border_inputs = max((copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders), default=0)
+        border_inputs = sum(copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders)
         # In the end sums of dk and dv, and these rounded, of all rows that do not come from the interior alone.
         touched = min(cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
         backward += border_grads + max(answers + max(border_inputs, arriving), arriving + touched * (kv + sums))

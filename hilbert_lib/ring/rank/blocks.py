@@ -11,13 +11,13 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.all_pairs import as_counted
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import NAME, name_table, named
-from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.merge import merge_rows
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.rank.exchange import alive
 from hilbert_lib.ring.rank.layout import Block, Layout
-from hilbert_lib.ring.rank.local import Merged
+from hilbert_lib.ring.rank.local import Merged, add_block
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,8 @@ def add_block_gradients(
     # The operators return out and lse dense, and kernels take them so.
     lse, *dlse = (x.transpose(1, 2).contiguous() for x in lse.unbind(-1))
     dq, *grads = operators.attention_backward(dout, Tensors(q, k, v), out.contiguous(), lse, call, name, *dlse)[:3]
-    add_rows(all_dq, (block.queries,), _by_row(dq, segments, group))
-    add_rows(all_dkv, (block.keys,), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3))
+    dk, dv = (_by_row(x[:, :keys], segments, 1) for x in grads)
+    add_block(all_dq, all_dkv, block, _by_row(dq, segments, group), dk, dv)
 
 
 def _prepared(

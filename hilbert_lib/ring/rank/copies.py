@@ -4,6 +4,7 @@ On CUDA each step is one kernel; elsewhere, and as the reference, it is torch's 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,23 +26,44 @@ def packed(k: Tensor, v: Tensor, layout: HaloLayout) -> Tensor:
     return torch.stack([x.permute(1, 2, 0, 3)[rows, heads] for x in (k, v)], 1)
 
 
+class Framed(NamedTuple):
+    """The tensors that a border is computed from."""
+
+    k: Tensor  # in the border's frame, as v
+    v: Tensor
+    by_query: list[Tensor]  # rows of the border's queries
+    by_lse: list[Tensor | None]  # the same of tensors (batch, heads, rows)
+
+
 def framed(
-    k: Tensor, v: Tensor, received: Tensor, border: Border, by_query: Sequence[Tensor], lse: Tensor | None = None
-) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """k and v in a border's frame; the rows of its queries, of each of `by_query` and of lse (batch, heads, rows)."""
+    k: Tensor,
+    v: Tensor,
+    received: Tensor,
+    borders: Sequence[Border],
+    by_query: Sequence[Tensor],
+    by_lse: Sequence[Tensor | None] = (),
+) -> list[Framed]:
+    """Of each border k and v in its frame, and the rows of its queries.
+
+    by_query: (batch, rows, heads, head_dim) each. by_lse: (batch, heads, rows) each, or None.
+    """
     if kernel_serves(k):
-        return _framed_by_kernel(k, v, received, border, by_query, lse)
-    places, rows = border.their_rows
-    frames = [x.index_select(1, border.filled) for x in (k, v)]
-    for n, frame in enumerate(frames):
-        by_head = frame.view(len(frame), -1, frame.shape[-1])
-        by_head.index_copy_(1, places, received[:, n].index_select(0, rows).transpose(0, 1))
-        if border.lacking is not None:  # a NaN in the row that stands there would reach its neighbours
-            by_head.index_fill_(1, border.lacking, 0.0)
-    if border.queries is None:
-        return frames, list(by_query), lse
-    query_rows = [x.index_select(1, border.queries) for x in by_query]
-    return frames, query_rows, None if lse is None else lse.index_select(2, border.queries)
+        return _framed_by_kernel(k, v, received, borders, by_query, by_lse)
+    results = []
+    for border in borders:
+        places, rows = border.their_rows
+        frames = [x.index_select(1, border.filled) for x in (k, v)]
+        for n, frame in enumerate(frames):
+            by_head = frame.view(len(frame), -1, frame.shape[-1])
+            by_head.index_copy_(1, places, received[:, n].index_select(0, rows).transpose(0, 1))
+            if border.lacking is not None:  # a NaN in the row that stands there would reach its neighbours
+                by_head.index_fill_(1, border.lacking, 0.0)
+        query_rows, lse_rows = list(by_query), list(by_lse)
+        if border.queries is not None:
+            query_rows = [x.index_select(1, border.queries) for x in by_query]
+            lse_rows = [None if x is None else x.index_select(2, border.queries) for x in by_lse]
+        results.append(Framed(*frames, query_rows, lse_rows))
+    return results
 
 
 def placed(
@@ -112,22 +134,34 @@ def added(
 
 
 def _framed_by_kernel(
-    k: Tensor, v: Tensor, received: Tensor, border: Border, by_query: Sequence[Tensor], lse: Tensor | None
-) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    k: Tensor,
+    v: Tensor,
+    received: Tensor,
+    borders: Sequence[Border],
+    by_query: Sequence[Tensor],
+    by_lse: Sequence[Tensor | None],
+) -> list[Framed]:
     from hilbert_lib.attention.triton.copies import Copy, gather_rows
 
     batch, _, kv_heads, head_dim = k.shape
-    frames = [k.new_empty(batch, len(border.filled), kv_heads, head_dim) for _ in (0, 1)]
-    copies = [Copy(frames[n], x, border.frame, _of_sent(received, n)) for n, x in enumerate((k, v))]
-    query_rows, query_lse = list(by_query), lse
-    if border.queries is not None:
-        query_rows = [x.new_empty(batch, len(border.queries), *x.shape[2:]) for x in by_query]
-        copies += [Copy(target, x, border.queries) for target, x in zip(query_rows, by_query, strict=True)]
-    if border.queries is not None and lse is not None:
-        query_lse = lse.new_empty(*lse.shape[:2], len(border.queries))
-        copies.append(Copy(_by_row(query_lse), _by_row(lse), border.queries))
+    copies, results = [], []
+    for border in borders:
+        frames = [k.new_empty(batch, len(border.filled), kv_heads, head_dim) for _ in (0, 1)]
+        copies += [Copy(frames[n], x, border.frame, _of_sent(received, n)) for n, x in enumerate((k, v))]
+        query_rows, lse_rows = list(by_query), list(by_lse)
+        if border.queries is not None:
+            count = len(border.queries)
+            query_rows = [x.new_empty(batch, count, *x.shape[2:]) for x in by_query]
+            copies += [Copy(target, x, border.queries) for target, x in zip(query_rows, by_query, strict=True)]
+            lse_rows = [None if x is None else x.new_empty(*x.shape[:2], count) for x in by_lse]
+            copies += [
+                Copy(_by_row(target), _by_row(x), border.queries)
+                for target, x in zip(lse_rows, by_lse, strict=True)
+                if x is not None
+            ]
+        results.append(Framed(*frames, query_rows, lse_rows))
     gather_rows(copies)
-    return frames, query_rows, query_lse
+    return results
 
 
 def _added_by_kernel(

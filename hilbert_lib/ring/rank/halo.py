@@ -48,7 +48,7 @@ def results(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tupl
     confirm()
     with beside:
         received, padding = _received(packed, job)
-        border_results = [_border_forward(tensors, *border, job, received, padding) for border in job.borders]
+        border_results = _borders_forward(tensors, job, received, padding)
     saved = {"received": received} if padding is None else {"received": received, "padding": padding}
     if out is None:  # the border is all, or there are no cells
         empty = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=WORKING_DTYPE[q.dtype])
@@ -75,11 +75,7 @@ def gradients(
         bias_grads.append(grads.bias)
         dq, *grads = grads.with_rows
     with beside:
-        border_grads = []
-        for border, backend in job.borders:
-            border_grads.append(
-                _border_backward(dout, tensors, out, lse, dlse, border, backend, job, received, padding)
-            )
+        border_grads = _borders_backward(dout, tensors, out, lse, dlse, job, received, padding)
         answer = copies.answered(border_grads, received, layout, lse.dtype)
         if layout.travels:
             answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
@@ -128,23 +124,30 @@ def _extra_sums(border_grads: list[Tensors], answer: Tensor, tensors: Tensors) -
     return sums
 
 
-def _border_forward(
-    tensors: Tensors, border: Border, backend: str, job: HaloJob, *received: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    framed, border_request, *_ = _framed(tensors, border, job.request, *received)
-    return operators.attention(framed, border_request, backend)
+def _borders_forward(
+    tensors: Tensors, job: HaloJob, received: Tensor, padding: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    framed, results = copies.framed(tensors.k, tensors.v, received, job.layout.borders, [tensors.q]), []
+    for (border, backend), frame in zip(job.borders, framed, strict=True):
+        border_tensors, border_request = _of_border(tensors, border, frame, job.request, padding)
+        results.append(operators.attention(border_tensors, border_request, backend))
+    return results
 
 
-def _border_backward(
-    dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, border: Border, backend: str,
-    job: HaloJob, *received: Tensor | None,
-) -> Tensors:  # fmt: skip
-    framed, border_request, (dout, out), lse = _framed(
-        tensors, border, job.request, *received, by_query=(dout, out), lse=lse
-    )
-    if dlse is not None and border.queries is not None:
-        dlse = dlse.index_select(2, border.queries)
-    return operators.attention_backward(dout, framed, out, lse, border_request, backend, dlse)
+def _borders_backward(
+    dout: Tensor, tensors: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, job: HaloJob, received: Tensor,
+    padding: Tensor | None,
+) -> list[Tensors]:  # fmt: skip
+    by_query, borders = (tensors.q, dout, out), job.layout.borders
+    framed, results = copies.framed(tensors.k, tensors.v, received, borders, by_query, (lse, dlse)), []
+    for (border, backend), frame in zip(job.borders, framed, strict=True):
+        border_tensors, border_request = _of_border(tensors, border, frame, job.request, padding)
+        _, own_dout, own_out = frame.by_query
+        own_lse, own_dlse = frame.by_lse
+        results.append(
+            operators.attention_backward(own_dout, border_tensors, own_out, own_lse, border_request, backend, own_dlse)
+        )
+    return results
 
 
 def _packed(k: Tensor, v: Tensor, job: HaloJob) -> list[Tensor]:
@@ -163,17 +166,15 @@ def _received(packed: list[Tensor], job: HaloJob) -> tuple[Tensor, Tensor | None
     return packed[0], packed[1] if len(packed) > 1 else None
 
 
-def _framed(
-    tensors: Tensors, border: Border, request: Request, received: Tensor, padding: Tensor | None,
-    by_query: tuple[Tensor, ...] = (), lse: Tensor | None = None,
-) -> tuple[Tensors, Request, list[Tensor], Tensor | None]:  # fmt: skip
-    # A border's tensors (its queries, and its frame for k and v), its request, and its rows of `by_query` and of lse.
-    q, k, v, *extra = tensors.with_rows
-    frames, (q, *query_rows), lse = copies.framed(k, v, received, border, (q, *by_query), lse)
+def _of_border(
+    tensors: Tensors, border: Border, frame: copies.Framed, request: Request, padding: Tensor | None
+) -> tuple[Tensors, Request]:
+    # A border's tensors (its queries, and its frame for k and v), and its request.
     mask = request.key_padding_mask
     if mask is not None:
         places, rows = border.their_rows
         mask = mask.index_select(1, border.filled)
-        mask[:, places // k.shape[2]] = padding[rows].bool().T
+        mask[:, places // frame.k.shape[2]] = padding[rows].bool().T
     border_request = replace(request, part=border.part, slots=border.slots, lists=border.lists, key_padding_mask=mask)
-    return Tensors(q, *frames, *extra, tensors.bias), border_request, query_rows, lse
+    _, _, _, *extra = tensors.with_rows
+    return Tensors(frame.by_query[0], frame.k, frame.v, *extra, tensors.bias), border_request

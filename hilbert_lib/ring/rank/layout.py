@@ -19,8 +19,9 @@ from hilbert_lib.ring.plan.rows import Message, Rows, rows_between
 from hilbert_lib.ring.plan.segments import BranchPlan
 
 Find = Callable[[Tensor], Tensor]  # the places of rows, from their numbers
-# Rows of an answer, and their places in `Layout.touched`: none twice in a layer, so that no sum depends on chance.
-Layers = tuple[tuple[Tensor, Tensor], ...]
+# Rows of an answer, and their places in `Layout.touched`: none twice in a layer, so that no sum depends on chance. One
+# layer has all rows, as a slice, which costs no copy.
+Layers = tuple[tuple[Tensor | slice, Tensor], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +232,8 @@ def _finder(table: Tensor) -> Find:
 
 def _layers(places: Tensor, device: torch.device) -> Layers:
     # The first of every place, the second of those that come twice, and so on.
+    if len(places) and len(places.unique()) == len(places):
+        return ((slice(None), places.to(device)),)
     ordered, rows = places.sort(stable=True)
     number = torch.arange(len(places)) - torch.searchsorted(ordered, ordered)
     layers = (rows[number == n] for n in range(int(number.max()) + 1 if len(number) else 0))

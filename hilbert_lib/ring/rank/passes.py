@@ -80,8 +80,7 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
     saved = _exchanged_padding(padding, job)
     merged = none_merged(_shape_of_touched(q, job), lse)
     for block in layout.own_blocks:
-        queries = shard.queries(block.queries, q)
-        blocks.merge_block(*queries, shard.keys(block.keys, k, v), block, job, padding, merged)
+        blocks.merge_block(*shard.block(block, [q], k, v), block, job, padding, merged)
     if exchanging:
         saved["exchanged"] = arriving.wait()
         answer = _exchanged_forward(exchanging, saved, job, lse)
@@ -90,8 +89,8 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
         for arrived in gather:
             padding = _padding(saved, transport, mail, arrived.source)
             for block in mail.blocks[arrived.source]:
-                queries = shard.queries(block.queries, q)
-                blocks.merge_block(*queries, arrived.rows[block.keys], block, job, padding, merged)
+                # Without names, so that these rows are freed before the next block's are copied.
+                blocks.merge_block(*shard.received_block(block, [q], arrived.rows), block, job, padding, merged)
         arrived = None  # with what it sent
     if exchanging:
         their_out, their_lse = _apart(answer.wait(), q.shape[3], lse.dtype)
@@ -124,8 +123,7 @@ def _beside_backward(
     dq = lse.new_zeros(shape)
     dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads them
     for block in layout.own_blocks:
-        mine = shard.queries(block.queries, *by_query)
-        blocks.add_block_gradients(*mine, shard.keys(block.keys, k, v), block, job, padding, dq, dkv)
+        blocks.add_block_gradients(*shard.block(block, by_query, k, v), block, job, padding, dq, dkv)
     if exchanging:
         answer = _exchanged_backward(exchanging, arriving, saved, job, lse.dtype)
     for transport, gather in gathers.items():
@@ -134,8 +132,9 @@ def _beside_backward(
             padding = _padding(saved, transport, mail, arrived.source)
             their_dkv = lse.new_zeros(arrived.rows.shape)
             for block in mail.blocks[arrived.source]:
-                mine = shard.queries(block.queries, *by_query)
-                blocks.add_block_gradients(*mine, arrived.rows[block.keys], block, job, padding, dq, their_dkv)
+                received_rows = shard.received_block(block, by_query, arrived.rows)
+                blocks.add_block_gradients(*received_rows, block, job, padding, dq, their_dkv)
+                received_rows = None  # freed before the next block's are copied
             if late:
                 _add_answer(dkv, mail.answers[late.source], late.wait())
             late = gather.answer(their_dkv, arrived)  # while it travels, the next step is computed

@@ -193,7 +193,7 @@ def row_kernels() -> dict[str, tuple]:
 
 
 def copy_kernels() -> dict[str, tuple]:
-    """What copies and sums rows of sixteen bits: gathers of two tensors and of lse, their way back, and a sum."""
+    """What copies and sums rows of sixteen bits: gathers of two tensors and of lse, their way back, and sums."""
     starts, at, by_head = [], torch.arange(8), torch.arange(16)
     copies.start = gathering(starts)
     wholes, some = (torch.zeros(2, 1, n, 2, 128, dtype=torch.bfloat16) for n in (64, 8))
@@ -202,11 +202,13 @@ def copy_kernels() -> dict[str, tuple]:
     other = torch.zeros(1, 16, 1, 128, dtype=torch.bfloat16)
     copies.gather_rows([copies.Copy(some[1], wholes[1], by_head, other), *moved])
     copies.scatter_rows(moved)
+    grads, numbers = torch.zeros(1, 16, 1, 128), torch.zeros(64, dtype=torch.int64)
+    copies.add_rows([copies.Copy(grads, wholes[0], by_head, through=numbers)])
     parts = [copies.Part(*torch.zeros(2, 1, 8, 2, 128), at)] * 2
     answers = copies.Answers(torch.zeros(16, 2, 1, 128), torch.zeros(16, 3, dtype=torch.int64))
     copies.sum_rows((wholes[0], wholes[1]), at, parts, answers)
     found = {}
-    for name, each in zip(("gather", "scatter", "sum"), starts, strict=True):
+    for name, each in zip(("gather", "scatter", "add", "sum"), starts, strict=True):
         found[f"copies {name}"] = as_started(each)
     return found
 

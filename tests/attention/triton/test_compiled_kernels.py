@@ -371,7 +371,7 @@ def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
     wanted = {"curve decode 2": {"st.global.v2.b64"}, "curve decode 3": set()}
     for name, facts in some("curve ", 2, 4).items():
         assert wanted.get(name, {reads}) <= set(facts["instructions"]), name
-    for name, facts in some("copies ", 2, 3).items():
+    for name, facts in some("copies ", 2, 4).items():
         assert {reads, writes} <= set(facts["instructions"]), name
     for name, facts in some("rows ", 3, 6).items():
         assert {reads, writes} <= set(facts["instructions"]), name
