@@ -89,8 +89,8 @@ test-clients:  ## models of other libraries, with our attention and with their o
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
 	@$(BIN)/python -m pytest -rs -m browser
 
-picture: setup  ## draw the README's picture of the idea, notebooks/idea.png
-	@$(BIN)/python -c "from hilbert_lib.lab.figures.grids import write_idea; write_idea('notebooks/idea.png')"
+picture: setup  ## draw the README's picture of where an order pays, notebooks/map.png
+	@$(BIN)/python -c "from hilbert_lib.lab.ledger.order_map import write_map; write_map('notebooks/map.png')"
 
 lab: setup  ## open JupyterLab on the notebooks; make lab LAB="--no-browser" passes options on
 	@$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB)

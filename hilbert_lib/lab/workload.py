@@ -71,19 +71,27 @@ class Workload:
             raise ValueError(f"is_causal must be False for a {self.pattern.noun}, got True")
 
     @classmethod
-    def on_grid(cls, text: str, **where) -> "Workload":
+    def on_grid(cls, text: str, *, argument: str = "works", **where) -> "Workload":
         """A neighbourhood that a text names: grid, window, heads and head_dim. ValueError for any other text.
+
+        A dilation of all axes follows the window after a colon. argument: the name that the error has for the text.
 
         >>> Workload.on_grid("4x6x8 3x3x5 2x16", device=torch.device("cpu")).head_dim
         16
+        >>> Workload.on_grid("8x8 3x3:2 2x16", device=torch.device("cpu")).pattern.dilation
+        (2, 2)
         """
         try:
-            shape, window, size = (tuple(map(int, part.split("x"))) for part in text.split())
+            shape, window, size = text.split()
+            window, colon, dilation = window.partition(":")
+            shape, window, size = (tuple(map(int, part.split("x"))) for part in (shape, window, size))
             heads, head_dim = (checks.integer("heads and head_dim", n, least=1) for n in size)
-            near = Neighbourhood(shape, window)
+            near = Neighbourhood(shape, window, dilation=int(dilation) if colon else 1)
         except ValueError as error:
-            allowed = "grids, windows, heads and head_dim, such as 64x64 7x7 2x16"
-            raise ValueError(f"works must be {allowed}; got {text!r}: {error}") from None
+            allowed = (
+                "grids, windows (with their dilation), heads and head_dim, such as 64x64 7x7 2x16 or 64x64 7x7:2 2x16"
+            )
+            raise ValueError(f"{argument} must be {allowed}; got {text!r}: {error}") from None
         return cls(near, near.length, heads, head_dim, **where)
 
     @property

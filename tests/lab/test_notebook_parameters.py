@@ -54,7 +54,7 @@ CASES = {
     ),
     "a small picture, an even window": (
         "08_where_a_curve_pays",
-        {"map_side": 20, "map_window": 6, "block_sizes": [7]},
+        {"map_side": 20, "map_window": 6, "block_sizes": [7], "timed": ["20x20 6x6:3 1x8"], "dtype": "bfloat16"},
     ),
     "a narrow grid, two kinds of axes": (
         "08b_kernels_on_grids",
@@ -114,7 +114,8 @@ WRONG = {
     "07_ring_attention": {"tokens": 0, "ranks": 0, "heads": 0, "head_dim": 0, "first_segment": 0, "timed_ranks": [0]}
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0}
     | {"grids": []},
-    "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "block_sizes": [-1]},
+    "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "block_sizes": [-1], "timed": ["8x8 3x3: 2x16"]}
+    | {"dtype": "half", "repetitions": 0, "seconds": 0.0},
     "08b_kernels_on_grids": {"works": ["8x8 0x9 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0}
     | {"sustained": ["8x8 3x3 2x16"]},
     "10_in_a_model": {"text_attentions": ["dilated"], "steps": 0, "text_length": 4, "text_width": 24, "layers": 0}

@@ -9,6 +9,7 @@ neighbourhood  blocks touched, and rows exchanged, by a window on a grid
 bound          keys that a block of cells sees at least, orders that reach it, and bricks
 annealing      orders of work over points that are searched
 along_curve    the neighbours that a head of a dilated pattern sees along an order
+order_map      tiles touched row by row over those in an order, by window, dilation, grid and kernel
 points         tiles and blocks over points by order of work, and the neighbours that patches keep
 """
 
@@ -32,6 +33,7 @@ PUBLIC = {
         "count_used",
         "neighbourhood_orderings",
     ),
+    "hilbert_lib.lab.cache.order_map": ("count_order_map", "count_point_map", "map_orders"),
     "hilbert_lib.lab.cache.points": (
         "WORK_ORDERS",
         "block_words",

@@ -10,6 +10,7 @@ grids     what a block of queries reads on a grid
 clouds    points along an order, and what a block of them sees
 options   what each option keeps of its base work's speed
 directions  a dilated pattern along an order of a grid
+order_map  where an order pays, by counting and by time
 ring      what ranks send
 verdict   what is claimed beside what was measured
 """
@@ -23,6 +24,7 @@ PUBLIC = {
     "hilbert_lib.lab.figures.grids": ("draw_block_maps", "draw_idea", "draw_reads"),
     "hilbert_lib.lab.figures.locality": ("draw_reading", "draw_storage_map"),
     "hilbert_lib.lab.figures.options": ("share_bars",),
+    "hilbert_lib.lab.figures.order_map": ("draw_order_map",),
     "hilbert_lib.lab.figures.patterns": ("cell_table", "draw_cells", "draw_query"),
     "hilbert_lib.lab.figures.plots": ("bars", "heat", "lines", "points", "short"),
     "hilbert_lib.lab.figures.record": ("redraw", "show"),

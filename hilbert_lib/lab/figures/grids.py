@@ -1,8 +1,5 @@
 """Pictures of the orders of a grid: what a block of queries reads, cell by cell, and the blocks of a mask."""
 
-from pathlib import Path
-
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -13,7 +10,6 @@ from matplotlib.patches import Patch
 
 from hilbert_lib.lab.cache.neighbourhood import block_reach
 from hilbert_lib.lab.figures.plots import by_hand, key_of
-from hilbert_lib.lab.figures.record import STYLE
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 PARTS = {
@@ -113,13 +109,6 @@ def _frame(axes: Axes, blocks: np.ndarray, **look) -> None:
         ends = [np.stack([place - 0.5, line + end], axis=1) for end in (-0.5, 0.5)]
         edges = np.stack(ends, axis=1)
         axes.add_collection(LineCollection(edges[..., ::-1] if turned else edges, capstyle="projecting", **look))
-
-
-def write_idea(path: str | Path) -> None:
-    """Write the README's picture of the idea to a PNG file: what `make picture` calls."""
-    table = block_reach(Neighbourhood((16, 16), 5), block_size=4, names=["raster", "hilbert"])
-    with matplotlib.rc_context(STYLE):
-        draw_idea(table, block_size=4, window=5).savefig(path)
 
 
 def draw_block_maps(data: pd.DataFrame, *, title: str) -> Figure:

@@ -7,6 +7,7 @@ cases       the table of a claim's cases
 kernels     cases from the records of times on one GPU: layouts, backends, graphs, pools
 models      cases that are computed anywhere: cache lines, memory, kernels on reordered keys
 learning    cases of models that learn
+order_map   the cells of the map of orders, counted, with their times
 options     cases of the options of a call, and of the layers of a video model
 directions  where the documents want to go on, and what became of it
 ring        cases of several ranks, planned and measured
@@ -29,6 +30,7 @@ PUBLIC = {
         "point_gains",
     ),
     "hilbert_lib.lab.ledger.learning": ("orders_over_rows",),
+    "hilbert_lib.lab.ledger.order_map": ("least_windows", "map_finding", "map_panels", "newest_map"),
     "hilbert_lib.lab.ledger.rerun": ("claim_pairs",),
     "hilbert_lib.lab.ledger.ring": ("overlap_and_scaling",),
 }

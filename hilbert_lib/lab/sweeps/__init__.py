@@ -13,7 +13,7 @@ spread       07: rows that lie on several ranks, held against float64
 ring         07: what ranks measure
 ring_tables  07: what is planned
 ring_trace   07: the exchange in one call
-grids        08: kernels on a grid, with the tokens in every order
+grids        08, 08b: kernels on a grid, with the tokens in every order
 learning     10, 14: small models that learn from text, pictures and slides, and along orders of a picture
 contexts     10: a model's step and decoding by length of context
 points       13: attention over points by lists and by their rivals
@@ -40,7 +40,15 @@ PUBLIC = {
         "decoding_cases",
     ),
     "hilbert_lib.lab.sweeps.counters": ("COUNTED_KERNELS", "count", "counter_table"),
-    "hilbert_lib.lab.sweeps.grids": ("GRID_SWEEP", "attend_by_flex", "compare_kernels", "orders_of", "sustained_sides"),
+    "hilbert_lib.lab.sweeps.grids": (
+        "GRID_SWEEP",
+        "MAP_SWEEP",
+        "attend_by_flex",
+        "compare_kernels",
+        "compare_on_map",
+        "orders_of",
+        "sustained_sides",
+    ),
     "hilbert_lib.lab.sweeps.halos": ("GRID_RESULTS", "RECTANGLES", "RUNS", "SHARDINGS", "STRIPS", "halo_table"),
     "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "single_branches"),
     "hilbert_lib.lab.sweeps.learning": (

@@ -1,4 +1,4 @@
-"""Neighbourhood attention by several kernels, with the tokens in every order, checked and timed: notebook 08b."""
+"""Neighbourhood attention by several kernels, with the tokens in every order, checked and timed (notebooks 08, 08b)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +12,14 @@ from hilbert_lib.attention.backends.flex_masks import FLEX_BLOCK
 from hilbert_lib.attention.validation import validated
 from hilbert_lib.internals import buffers_kept
 from hilbert_lib.lab.cache.neighbourhood import BLOCK, neighbourhood_orderings, of_axes, used_by_blocks, used_by_boxes
+from hilbert_lib.lab.cache.order_map import HILBERT, ROWS, map_orders
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.pattern import Pattern
 
-GRID_SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"
+GRID_SWEEP, MAP_SWEEP, REORDERED = "neighbourhood", "map of orders", "hilbert, reordered"
 BLOCKS, BOXES = "blocks", "boxes"  # the kernels whose pairs are counted
 DIRECTIONS = ("forward", "backward")
 
@@ -100,6 +101,61 @@ def sustained_sides(
             yield tuple(replace(side, run=_replay(side.run)) if is_captured else side for side in sides)
 
 
+# Of q, k and v that are stored in an order, and the size of a block (None: boxes): the output, stored likewise.
+MapAttention = Callable[[Tensor, Tensor, Tensor, Ordering, Workload, int | None], Tensor]
+
+
+def compare_on_map(
+    works: Iterable[Workload], attention: MapAttention, *, block_sizes: Sequence[int], boxes: bool = False
+) -> Iterator[tuple[Side, Side]]:
+    """Pairs of forwards for `run_sides`: of each block size rows beside each order of the map, and boxes beside blocks.
+
+    Args:
+        works: on square grids, asked for one at a time.
+        attention: the output by blocks of a size, or by boxes.
+        block_sizes: tokens of a block of FlexAttention, each way.
+        boxes: whether boxes in plain rows run beside blocks of 128 in rows and in Hilbert order, without a dilation.
+    """
+    for work in works:
+        orders = map_orders(work.pattern.shape, work.pattern.dilation[0])
+        for size in block_sizes:
+            sides = {name: _map_side(work, attention, name, order, size) for name, order in orders.items()}
+            yield from ((sides[ROWS], side) for name, side in sides.items() if name != ROWS)
+            if boxes and size == BLOCK and work.pattern.dilation == (1, 1):
+                plain = _map_side(work, attention, ROWS, orders[ROWS], None)
+                yield from ((sides[name], plain) for name in (ROWS, HILBERT))
+
+
+def _map_side(work: Workload, attention: MapAttention, name: str, order: Ordering, size: int | None) -> Side:
+    near, order = work.pattern, order.to(work.device)
+    parameters = {
+        "sweep": MAP_SWEEP,
+        "direction": "forward",
+        "side": near.shape[0],
+        "window": near.window[0],
+        "dilation": near.dilation[0],
+        "kernel": BOXES if size is None else BLOCKS,
+        "block_size": size,
+        "order": name,
+        "heads": work.heads,
+        "head_dim": work.head_dim,
+        "dtype": work.dtype,
+    }
+    stored = cache(lambda: tuple(order.apply(x, dim=1) for x in work.tensors[:3]))
+
+    @torch.no_grad()
+    def attend() -> Tensor:
+        return attention(*stored(), order, work, size)
+
+    def run() -> Results:
+        attend()
+        return ()
+
+    error = cache(lambda _: work.error((attend(),), order.inverse))
+    title = f"{BOXES}, {name}" if size is None else name
+    return Side(title, parameters, run, error, work.useful.flop_forward)
+
+
 def _replay(run: Callable[[], Results]) -> Callable[[], Results]:
     graph = cache(lambda: captured(run)[0])
     return lambda: graph().replay() or ()
@@ -118,6 +174,8 @@ def _side(
         "side": of_axes(near.shape),
         "window": of_axes(near.window),
     }
+    if set(near.dilation) != {1}:
+        parameters["dilation"] = of_axes(near.dilation)
     parameters |= {"kernel": kernel, "order": name, "heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}
     if kernel == BLOCKS:
         parameters |= {"block_size": BLOCK, "used": round(used_by_blocks(near, order, device=work.device), 4)}
