@@ -302,7 +302,10 @@ def by_boxes(work: Workload) -> Kernel:
 
 
 def by_gather(work: Workload) -> Kernel:
-    """The rows of each query's neighbours, copied side by side, and batched products, as a sparse convolution does."""
+    """The rows of each query's neighbours, copied side by side, and batched products, as a sparse convolution does.
+
+    It has a backward where all copied rows fit into `GATHERED_BYTES`: autograd keeps them.
+    """
     table = neighbour_table(work.pattern.lists)
     rows = torch.arange(work.length, device=work.device)
     row_bytes = 2 * table.shape[1] * work.heads * work.head_dim * getattr(torch, work.dtype).itemsize
@@ -321,7 +324,7 @@ def by_gather(work: Workload) -> Kernel:
 
     facts = {"kernel": GATHER, "order": "raster"}
     facts["used"] = round(work.pattern.pairs / table.numel(), 4)
-    return Kernel(GATHER, rows, rows, run, facts)
+    return Kernel(GATHER, rows, rows, run, facts, has_backward=queries_at_once >= work.length)
 
 
 def neighbour_table(lists: PackedLists) -> Tensor:

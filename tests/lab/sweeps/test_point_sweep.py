@@ -56,6 +56,13 @@ def test_every_kernel_stands_beside_lists(records):
     assert orders.a.tolist() == others * 2
 
 
+def test_a_gather_in_parts_has_no_backward(monkeypatch):
+    work = next(works()).work
+    assert sweep.by_gather(work).has_backward
+    monkeypatch.setattr(sweep, "GATHERED_BYTES", 2**16)
+    assert not sweep.by_gather(work).has_backward
+
+
 def test_every_kernel_computes_its_function(records):
     for name in ("points", "orders of points", "lists of points"):
         assert side_table(records, name).error.max() < 1e-5
