@@ -12,11 +12,11 @@ from hilbert_lib.attention.triton import geometry
 @triton.jit(do_not_specialize=["rows", "queries", "heads"])
 def delta_kernel(
     out, dout, dlse, delta, stride_db, stride_dn, stride_dh, rows, queries, heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, sums=None,
 ):  # fmt: skip
     """delta (batch, heads, queries) of dense out and strided dout. A row is one (sequence, query, head).
 
-    dlse lies like delta, or is None.
+    dlse lies like delta, or is None. sums, float32, lies like out and is cleared for a later kernel; or is None.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -33,6 +33,16 @@ def delta_kernel(
     if dlse is not None:
         products -= tl.load(dlse + scalars, mask=exists, other=0.0)
     tl.store(delta_ptrs, products, mask=exists)
+    if sums is not None:
+        tl.store(sums + row[:, None] * HEAD_DIM + dims[None, :], tl.zeros_like(o), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def scale_kernel(sums, out, scale, count, BLOCK: tl.constexpr):
+    """out, contiguous as sums (float32) are, is sums times scale."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    products = tl.load(sums + place, mask=place < count, other=0.0) * scale  # [BLOCK]
+    tl.store(out + place, products.to(out.dtype.element_ty), mask=place < count)
 
 
 @triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)

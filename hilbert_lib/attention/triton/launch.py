@@ -14,7 +14,7 @@ from hilbert_lib.attention.documents import check_rows
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import as_asked, as_computed, config_of, launch_arguments, result
-from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
+from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel, scale_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d
 from hilbert_lib.attention.triton.hopper import division
@@ -23,6 +23,7 @@ from hilbert_lib.attention.triton.limits import POSITIONS
 from hilbert_lib.attention.triton.packed import scheduled_length
 from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
 
+ELEMENTS = 2048  # of a program that scales sums: 16 a thread
 PLAIN = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
 
 
@@ -40,7 +41,8 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
     todo = schedule.passes(call.pattern, _length(call, k), config_of("forward", q).block_m)
-    made = result(q, todo, call), _no_lse(q)
+    out = result(q, todo, call)
+    made = out, _lse_beside(out, q)
     if len(todo) > 1:
         made += Made(q.shape, torch.float32), _no_lse(q)
 
@@ -71,6 +73,11 @@ def _no_lse(q: Tensor) -> Made:
     return Made((q.shape[0], q.shape[2], q.shape[1]), torch.float32, -torch.inf)
 
 
+def _lse_beside(out: Made, q: Tensor) -> Made:
+    # lse is written where out is.
+    return _no_lse(q) if out.value is not None else _no_lse(q)._replace(value=None)
+
+
 def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     """The same by the warp-specialised kernels; a tensor that they cannot read is copied once.
 
@@ -88,7 +95,7 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
     is_padded = call.key_padding_mask is not None
     masked = hopper.masked(call.pattern, ours, k.shape[1], call.is_causal, is_padded, block_n)
-    made = out, _no_lse(q), FLAG if any(masked) else None
+    made = out, _lse_beside(out, q), FLAG if any(masked) else None
 
     def starts(out: Tensor, lse: Tensor, flag: Tensor | None) -> list[Start]:
         tensors = (q, k, v, out, lse, out, lse)
@@ -151,11 +158,11 @@ def backward_on_hopper(
     # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     of_queries = _Passes.of("dq", q, k, (q,), call) if torch.are_deterministic_algorithms_enabled() else None
-    of_dq = (Made(q.shape, torch.float32, 0.0),) if of_queries is None else of_queries.made
+    of_dq = (Made(q.shape, q.dtype), Made(q.shape, torch.float32)) if of_queries is None else of_queries.made
 
     def starts(delta: Tensor, dk: Tensor, dv: Tensor, *of_dq: Tensor) -> list[Start]:
-        given, sums = (q, k, v, dout, lse, delta), of_dq[0] if of_queries is None else None
-        launches = [_delta(out, dout, dlse, delta)]
+        given, sums = (q, k, v, dout, lse, delta), of_dq[1] if of_queries is None else None
+        launches = [_delta(out, dout, dlse, delta, sums)]
         launches += [
             hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
             for number, one in enumerate(ours)
@@ -163,19 +170,18 @@ def backward_on_hopper(
         launches += [_plain("dkv", (*given, dk, dv, dk, dv), call, one, False, True) for one in theirs]
         if of_queries is not None:
             return launches + of_queries.starts(given, of_dq)
-        return launches + [_plain("dq", (*given, sums, sums), call, one, False, False) for one in theirs]
+        launches += [_plain("dq", (*given, sums, sums), call, one, False, False) for one in theirs]
+        return [*launches, _scaled(sums, of_dq[0], call.scale)]
 
     made = Made(lse.shape, lse.dtype), *(result(x, ours[:1], call) for x in (k, v)), *of_dq
-    name, finish = "backward on hopper", partial(_scaled, call.scale)
-    if of_queries is not None:
-        name, finish = "deterministic backward on hopper", partial(_gradients, q.dtype, 3)
-    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, finish)
+    name = "backward on hopper" if of_queries is None else "deterministic backward on hopper"
+    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, partial(_gradients, q.dtype, 3))
 
 
-def _scaled(scale: float, made: list[Tensor]) -> tuple[Tensor, ...]:
-    # The gradients, of which that of q is a sum in float32 without its scale.
-    _, dk, dv, sums = made
-    return torch.mul(sums, scale, out=torch.empty_like(sums, dtype=dk.dtype)), dk, dv
+def _scaled(sums: Tensor, dq: Tensor, scale: float) -> Start:
+    # The gradient of q from its sums in float32, which are without the scale.
+    grid = (triton.cdiv(sums.numel(), ELEMENTS),)
+    return Start(scale_kernel, grid, (sums, dq, scale, sums.numel()), {"BLOCK": ELEMENTS})
 
 
 class _Passes(NamedTuple):
@@ -208,10 +214,10 @@ def _start(
     return start(starts, (*given, *call.tensors), name, *call.options, made=made, finish=finish, keep=keep)
 
 
-def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Start:
+def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, sums: Tensor | None = None) -> Start:
     batch, queries, heads, head_dim = out.shape
     rows = batch * queries * heads
-    named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": 32}
+    named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": 32, "sums": sums}
     tensors = (out, dout, dlse, delta, *dout.stride()[:3], rows, queries, heads)
     return Start(delta_kernel, (triton.cdiv(rows, 32),), tensors, named)
 

@@ -32,7 +32,7 @@ from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.attention.triton import arguments, copies, grid_launch, lists_launch
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
-from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
+from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel, scale_kernel
 from hilbert_lib.attention.triton.decode_line import line_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import products_of_float32
@@ -52,7 +52,7 @@ ARCHITECTURES = (80, 90, 100)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "extra_k", "extra_v", "bias"), "*bf16"),
-    **dict.fromkeys(("lse", "dlse", "delta", "partial_out", "partial_lse"), "*fp32"),
+    **dict.fromkeys(("lse", "dlse", "delta", "sums", "partial_out", "partial_lse"), "*fp32"),
     **dict.fromkeys(("partial_dq", "partial_dk", "partial_dv"), "*fp32"),
     **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
     "windows": "*i32",
@@ -134,8 +134,11 @@ def plain_kernels() -> dict[str, tuple]:
         of_documents = {key: value for key, value in constants.items() if key != "documents"}
         made[f"packed {name} 2 64"] = kernel, types, of_documents, options
     sizes = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_M": 32}
-    made["delta"] = delta_kernel, ATTENTION_TYPES, sizes | {"dlse": None}, {"num_warps": 4}
-    made["delta with dlse"] = delta_kernel, ATTENTION_TYPES, sizes, {"num_warps": 4}
+    none = {"dlse": None, "sums": None}
+    made["delta"] = delta_kernel, ATTENTION_TYPES, sizes | none, {"num_warps": 4}
+    made["delta with dlse"] = delta_kernel, ATTENTION_TYPES, sizes | {"sums": None}, {"num_warps": 4}
+    made["delta with sums"] = delta_kernel, ATTENTION_TYPES, sizes | {"dlse": None}, {"num_warps": 4}
+    made["scale"] = scale_kernel, ATTENTION_TYPES, {"BLOCK": 2048}, {"num_warps": 4}
     return made
 
 

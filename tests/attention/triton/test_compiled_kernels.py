@@ -410,7 +410,7 @@ def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(
     told_by_copy, head_dim, causal, forwards, backwards
 ):
     found = told_by_copy("first_call.py", head_dim, causal)
-    backward = ["delta_kernel", *["backward_kernel"] * backwards]
+    backward = ["delta_kernel", *["backward_kernel"] * backwards, "scale_kernel"]
     for name, kernels in (("forward", ["forward_kernel"] * forwards), ("backward", backward)):
         first, second = found[f"first {name}"], found[f"second {name}"]
         assert first["compiled"] == sorted(kernels)
