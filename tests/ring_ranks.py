@@ -306,14 +306,21 @@ def by_the_first(make: Callable):
     return found[0]
 
 
-def errors_of_rows(mine: list, one: list, exact: list, rows: slice | torch.Tensor) -> dict[str, tuple[float, float]]:
-    """By name the squared error of this rank's rows, and that of one process's, against float64."""
+def errors_of_rows(
+    mine: list, one: list, exact: list, rows: slice | torch.Tensor, key_rows: torch.Tensor | None = None
+) -> dict[str, tuple[float, float]]:
+    """By name the squared error of this rank's rows, and that of one process's, against float64.
+
+    key_rows: those of k and v, where they are others.
+    """
     errors = {}
     for name, own, single, truth in zip(NAMES_ON_GRIDS, mine, one, exact, strict=False):
         if own is None:
             continue
         assert own.dtype == single.dtype, name
         part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
+        if key_rows is not None and name in ("dk", "dv"):
+            part = (slice(None), key_rows)
         if name in OF_ALL_RANKS:  # a sum over the ranks, of whose error each tells its share
             total = own.double().to(device())
             dist.all_reduce(total)
@@ -759,86 +766,104 @@ def promises_of_a_union() -> dict:
 # Of points that are spread over the ranks.
 
 
-def rows_of(whole: PointNeighbourhood, lengths: list[int], order: str = "curve") -> torch.Tensor:
-    """This rank's run of some points, in the order of the curve or at random."""
-    places = point_order(whole.coordinates, whole.batch)
+def rows_of(
+    whole: PointNeighbourhood, lengths: list[int], order: str = "curve", *, of_keys: bool = False
+) -> torch.Tensor:
+    """This rank's run of some points, or of their keys, in the order of the curve or at random."""
+    cells = whole.key_coordinates, whole.key_batch
+    places = point_order(*(cells if of_keys else (whole.coordinates, whole.batch)))
     if order == "random":
         places = torch.randperm(len(places), generator=torch.Generator().manual_seed(1))
     return places.split(lengths)[dist.get_rank()]
 
 
-def shard_of_points(whole: PointNeighbourhood, rows: torch.Tensor) -> PointShard:
+def shard_of_points(whole: PointNeighbourhood, rows: torch.Tensor, key_rows: torch.Tensor | None = None) -> PointShard:
+    """This rank's rows of some points. key_rows: of their keys, where these are others."""
+    options = {"dilation": whole.dilation}
+    if key_rows is not None:
+        options["keys"] = whole.key_coordinates[key_rows].to(device())
+        options["key_batch"] = None if whole.key_batch is None else whole.key_batch[key_rows].to(device())
     batch = None if whole.batch is None else whole.batch[rows].to(device())
-    return PointShard(whole.coordinates[rows].to(device()), whole.window, batch, dilation=whole.dilation)
+    return PointShard(whole.coordinates[rows].to(device()), whole.window, batch, **options)
 
 
 def compare_on_points(
     kind: str, lengths: list[int], *, heads: list = (2, 2), order: str = "curve", more: str = "nothing",
     dtype: str = "float64", backend: str = "auto", by_kernel: bool = False, with_dlse: bool = False,
-    head_dim: int = 8,
+    head_dim: int = 8, key_lengths: list[int] | None = None,
 ) -> dict:  # fmt: skip
     """For output, lse and gradients: squared error of this rank's rows, and of one process's, against float64.
+
+    key_lengths: keys of each rank, where these are others.
 
     With by_kernel rows are copied and summed by the kernels of a GPU, interpreted where there is none.
     """
     dtype, whole, extra = getattr(torch, dtype), points_of(kind), 3 if "extra" in more else 0
     rows = rows_of(whole, lengths, order)
-    *given, dout = drawn(whole.lists.queries, *heads, head_dim, batch=2, dtype=dtype)
+    key_rows = None if key_lengths is None else rows_of(whole, key_lengths, order, of_keys=True)
+    own_keys = rows if key_rows is None else key_rows
+    *given, dout = drawn(whole.lists.queries, *heads, head_dim, batch=2, keys=whole.lists.keys, dtype=dtype)
     given += extra_of(extra, heads[1], head_dim, dtype)
     masks = masks_of(whole, extra) if "padding" in more else {}
     dlse = dout.double().sum(-1).transpose(1, 2) if with_dlse else None
 
-    def run(call, tensors, own, pattern, **masks) -> list[torch.Tensor]:
-        leaves = [(x[:, own] if n < 3 else x).detach().requires_grad_() for n, x in enumerate(tensors)]
+    def run(call, tensors, own, own_keys, pattern, **masks) -> list[torch.Tensor]:
+        parts = [own, own_keys, own_keys, *[slice(None)] * extra]
+        leaves = [x[:, part].detach().requires_grad_() for x, part in zip(tensors, parts, strict=False)]
         out, lse = call(*leaves[:3], pattern, scale=0.4, **oracle.named(leaves[3:]), **masks)
         own_dlse = dlse if dlse is None else dlse[:, :, own].to(out.device)
         loss = loss_of(out, lse, dout[:, own].to(out), own_dlse)
         return [x.cpu() for x in (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))]
 
     def on_one_process() -> tuple[list, list]:
-        exact = run(oracle.attention, [x.double() for x in given], slice(None), whole, **masks)
+        every = slice(None), slice(None)
+        exact = run(oracle.attention, [x.double() for x in given], *every, whole, **masks)
         there = {name: mask.to(device()) for name, mask in masks.items()}
         one = partial(attend, backend=backend, return_lse=True)
-        return exact, run(one, [x.to(device()) for x in given], slice(None), whole.to(device()), **there)
+        return exact, run(one, [x.to(device()) for x in given], *every, whole.to(device()), **there)
 
     exact, one = by_the_first(on_one_process)
-    points = shard_of_points(whole, rows)
+    points = shard_of_points(whole, rows, key_rows)
     reached = oracle.points_seen(whole)[rows].any(0)
-    reached[rows] = False
+    reached[own_keys] = False
     assert points.travelling.by_ranks
     assert sum(points.travelling.received) == reached.sum(), "a row would travel that no query sees, or one would stay"
     if masks:
-        masks["key_padding_mask"] = masks["key_padding_mask"][:, rows]
+        masks["key_padding_mask"] = masks["key_padding_mask"][:, own_keys]
         masks = {name: mask.to(device()) for name, mask in masks.items()}
     call = partial(ring_attend, backend=backend, return_lse=True)
     with by_kernels() if by_kernel else nullcontext():
-        mine = run(call, [x.to(device()) for x in given], rows, points, **masks)
-    return errors_of_rows(mine, one, exact, rows)
+        mine = run(call, [x.to(device()) for x in given], rows, own_keys, points, **masks)
+    return errors_of_rows(mine, one, exact, rows, key_rows)
 
 
-def joint_on_points(kind: str, lengths: list[int]) -> dict[str, float]:
+def joint_on_points(kind: str, lengths: list[int], key_lengths: list[int] | None = None) -> dict[str, float]:
     """The largest differences of a call with extra queries from that over all points on one process."""
     whole, share = points_of(kind), (dist.get_rank() + 1) / (dist.get_world_size() * (dist.get_world_size() + 1) / 2)
     rows = rows_of(whole, lengths)
-    count = whole.lists.queries
-    given = [*drawn(count, 2, 1, 8, batch=2, dtype=torch.float64)[:3], *extra_of(3, 1, 8, torch.float64)]
+    key_rows = None if key_lengths is None else rows_of(whole, key_lengths, of_keys=True)
+    own_keys = rows if key_rows is None else key_rows
+    sizes = {"batch": 2, "keys": whole.lists.keys, "dtype": torch.float64}
+    given = [*drawn(whole.lists.queries, 2, 1, 8, **sizes)[:3], *extra_of(3, 1, 8, torch.float64)]
     given.append(drawn(5, 2, 1, 8, batch=2, dtype=torch.float64)[0])
 
-    def run(call, own, of_extra: float, pattern) -> dict[str, torch.Tensor]:
-        leaves = [(x[:, own] if n < 3 else x).to(device()).requires_grad_() for n, x in enumerate(given)]
+    def run(call, own, own_keys, of_extra: float, pattern) -> dict[str, torch.Tensor]:
+        parts = [own, own_keys, own_keys, *[slice(None)] * 3]
+        leaves = [x[:, part].to(device()).requires_grad_() for x, part in zip(given, parts, strict=True)]
         named = dict(zip(("extra_k", "extra_v", "extra_q"), leaves[3:], strict=True))
         out, extra_out = call(*leaves[:3], pattern, **named)
         grads = torch.autograd.grad(out.sin().sum() + of_extra * extra_out.cos().sum(), leaves)
         return {"out": out, "extra_out": extra_out} | dict(zip(("q", "k", "v", *named), grads, strict=True))
 
-    right = run(attend, slice(None), 1.0, whole.to(device()))
-    found = run(ring_attend, rows.to(device()), share, shard_of_points(whole, rows))
+    right = run(attend, slice(None), slice(None), 1.0, whole.to(device()))
+    found = run(ring_attend, rows, own_keys, share, shard_of_points(whole, rows, key_rows))
     differences = {}
     for name, x in found.items():
         x = x.detach()
         if name in ("extra_k", "extra_v", "extra_q"):
             dist.all_reduce(x)
-        truth = right[name] if name.startswith("extra") else right[name][:, rows.to(device())]
+        part = own_keys if name in ("k", "v") else rows
+        truth = right[name] if name.startswith("extra") else right[name][:, part.to(device())]
         differences[name] = (x - truth).abs().max().item() if x.numel() else 0.0
     return differences
 
@@ -878,6 +903,14 @@ def promises_on_points() -> dict:
     said = said_by(PointShard, torch.tensor([[4, 4], [5, 5 + rank]], device=device()), 3)
     twice = "coordinates of all ranks must be distinct cells of a cloud, got [4, 4] twice: were these several clouds?"
     found["all hear of a cell on two ranks"] = f"{twice} pass batch=" in said
+    said = said_by(PointShard, points.coordinates, 3, keys=None if rank else points.coordinates)
+    found["all hear of keys on one rank"] = "keys must be the same on all ranks, got a tensor on rank 0" in said
+    twice = torch.tensor([[4, 4], [5, 5 + rank]], device=device())
+    said = said_by(PointShard, twice, 3, keys=twice)
+    found["all hear of a key on two ranks"] = "keys of all ranks must be distinct cells of a cloud, got [4, 4]" in said
+    apart = PointShard(twice, 3, keys=twice[rank:])
+    said = said_by(ring_attend, *(torch.zeros(1, 2, 1, 8, device=device()) for _ in "qkv"), apart)
+    found["keys of another number are named"] = "PointShard(2 + 2 points, window=(3, 3), keys=2 + 1" in said
     said = said_by(PointShard, torch.tensor([[2**30 * rank]], device=device()), 3)
     found["all hear of cells too far apart"] = "must span fewer than" in said
     groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
@@ -916,18 +949,30 @@ def random_halos(seeds: int) -> list[int]:
         cells = cells[torch.randperm(len(cells), generator=generator)[: int(between(1, 150))]]
         batch = between(-2, 2, (len(cells),)) * 2**40 if seed % 2 else None
         window, dilation = tuple(between(1, 6, (axes,)).tolist()), tuple(between(1, 3, (axes,)).tolist())
-        whole = PointNeighbourhood(cells.int() if seed % 3 else cells, window, batch, dilation=dilation)
-        cut = between(0, len(cells), (dist.get_world_size() - 1,)).sort().values.tolist()
-        lengths = [stop - start for start, stop in pairwise([0, *cut, len(cells)])]
-        rows = rows_of(whole, lengths, "random" if seed % 5 == 0 else "curve")
-        points = shard_of_points(whole, rows)
+        options = {"dilation": dilation}
+        if seed % 4 == 3:  # keys of their own; queries coincide
+            options["keys"] = cells[: int(between(0, len(cells)))]
+            options["key_batch"] = None if batch is None else batch[: len(options["keys"])]
+            cells = cells[torch.randint(len(cells), (len(cells),), generator=generator)]
+        whole = PointNeighbourhood(cells.int() if seed % 3 else cells, window, batch, **options)
+        order = "random" if seed % 5 == 0 else "curve"
+
+        def cut(count: int, between=between) -> list[int]:
+            ends = between(0, count, (dist.get_world_size() - 1,)).sort().values.tolist()
+            return [stop - start for start, stop in pairwise([0, *ends, count])]
+
+        rows = rows_of(whole, cut(len(cells)), order)
+        key_rows = rows_of(whole, cut(len(options["keys"])), order, of_keys=True) if "keys" in options else None
+        own_keys = rows if key_rows is None else key_rows
+        points = shard_of_points(whole, rows, key_rows)
         seen = oracle.points_seen(whole)[rows]
         reached = seen.any(0)
-        reached[rows] = False
+        reached[own_keys] = False
         if (
             points.pairs != seen.sum()
             or sum(points.travelling.received) != reached.sum()
             or points.lengths[rank] != len(rows)
+            or points.key_lengths[rank] != len(own_keys)
         ):
             wrong.append(seed)
     return wrong

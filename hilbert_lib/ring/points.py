@@ -42,10 +42,13 @@ class PointShard(PointNeighbourhood):
     Queries that see own keys alone are computed while rows travel.
 
     Args:
-        coordinates: (n, axes) int32 or int64, this rank's cells, as its q, k and v are stored; there may be none. No
-            cell occurs twice in a cloud, on all ranks together.
+        coordinates: (n, axes) int32 or int64, this rank's cells, as its q is stored, and its k and v unless `keys` is
+            given; there may be none. No cell of a key occurs twice in a cloud, on all ranks together.
         window, dilation: as for a `PointNeighbourhood`; the same on all ranks.
         batch: (n,) int32 or int64, the cloud of each cell; a cloud may lie on several ranks.
+        keys: (m, axes) this rank's cells of keys, if k and v live on other cells than q; on all ranks or on none. A
+            rank may have keys that no query of it sees, and queries without keys.
+        key_batch: (m,) the cloud of each key; with `keys` and `batch`.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
 
     Raises:
@@ -61,9 +64,9 @@ class PointShard(PointNeighbourhood):
     """
 
     kind: ClassVar[str] = "shard_of_points"
-    names_of_keys: ClassVar[tuple[str, str]] = "coordinates of all ranks", "batch"
     keys_in_words: ClassVar[str] = "its points and those of other ranks, which `ring_attend` brings here"
 
+    own_keys: Tensor | None  # (m, 1 + axes) int64: clouds and cells of this rank's keys, where `keys` was given
     counts: tuple[PointCounts, ...]  # of each rank
     travelling: Travelling
     parts: PointParts
@@ -76,39 +79,54 @@ class PointShard(PointNeighbourhood):
         window: int | tuple[int, ...],
         batch: Tensor | None = None,
         *,
+        keys: Tensor | None = None,
+        key_batch: Tensor | None = None,
         dilation: int | tuple[int, ...] = 1,
         group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         group = resolved(group)
         refusal, words, rows = None, {}, 0
         try:
-            self._set_cells(coordinates, window, batch, None, None, dilation)
+            self._set_cells(coordinates, window, batch, keys, key_batch, dilation)
             words = {"coordinates": f"cells of {coordinates.shape[1]} axes on {coordinates.device.type}"}
-            words |= {"batch": "None" if batch is None else "a tensor"}
+            words |= {"batch": "None" if batch is None else "a tensor", "keys": "None" if keys is None else "a tensor"}
             words |= {"window": repr(self.window), "dilation": repr(self.dilation)}
             rows = len(coordinates)
         except (TypeError, ValueError) as error:
             refusal = error
         lengths = Agreement(words, rows, refusal, group).lengths()
-        clouds = coordinates.new_zeros(rows) if batch is None else batch
-        cells = torch.cat([clouds.long()[:, None], coordinates.long()], 1)
-        travelling, others, refusal = _travelling(self, cells, lengths, group)
+        cells = with_clouds(coordinates, batch)
+        key_cells = cells if keys is None else with_clouds(keys, key_batch)
+        self._set(own_keys=None if keys is None else key_cells)
+        travelling, others, refusal = _travelling(self, cells, key_cells, lengths, group)
         try:
             if refusal is None:
-                self._set_lists(*self.lists_with(torch.cat([cells, others]) if len(others) else None))
+                is_alone = keys is None and not len(others)
+                self._set_lists(*self.lists_with(None if is_alone else torch.cat([key_cells, others])))
         except ValueError as error:
             refusal = error
         Agreement({}, rows, refusal, group).lengths()  # raises if some rank has a refusal
-        parts = _parts(self, others)
-        counts = rows, len(parts.border_queries), len(parts.border_keys), _list_bytes(self, parts)
+        parts = _parts(self, key_cells, others)
+        counts = rows, len(key_cells), len(parts.border_queries), len(parts.border_keys), _list_bytes(self, parts)
         counts = _of_all_ranks(torch.tensor([counts], device=self.device), [1] * group.size(), group)
         counts = tuple(PointCounts(*own) for own in counts.tolist())
         self._set(counts=counts, travelling=travelling, parts=parts, known_group=ref(group), _layouts={})
 
     @property
+    def names_of_keys(self) -> tuple[str, str]:
+        """The arguments of the keys' cells and clouds, in errors."""
+        names = ("coordinates", "batch") if self.own_keys is None else ("keys", "key_batch")
+        return f"{names[0]} of all ranks", names[1]
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """The number of points of each rank."""
         return tuple(count.points for count in self.counts)
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """The number of keys of each rank."""
+        return tuple(count.keys for count in self.counts)
 
     def lists_with(self, keys: Tensor | None) -> tuple[PackedLists, PackedLists]:
         """The lists of these queries and of some keys (m, 1 + axes), their clouds first; None: of the points alone."""
@@ -119,13 +137,14 @@ class PointShard(PointNeighbourhood):
         return lists_of(self)
 
     def __repr__(self) -> str:
-        points = " + ".join(map(str, self.lengths))
-        return f"PointShard({points} points, window={self.window}, dilation={self.dilation})"
+        points, keys = (" + ".join(map(str, lengths)) for lengths in (self.lengths, self.key_lengths))
+        of_keys = "" if self.own_keys is None else f", keys={keys}"
+        return f"PointShard({points} points, window={self.window}{of_keys}, dilation={self.dilation})"
 
     def to(self, device: torch.device | str) -> Self:
         """The same points on a device, made once for each device."""
         copy = super().to(device)
-        for name in ("counts", "travelling", "parts", "known_group", "_layouts"):
+        for name in ("own_keys", "counts", "travelling", "parts", "known_group", "_layouts"):
             copy._set(**{name: getattr(self, name)})
         return copy
 
@@ -154,17 +173,23 @@ class PointShard(PointNeighbourhood):
         return self._layouts[key]
 
 
+def with_clouds(cells: Tensor, clouds: Tensor | None) -> Tensor:
+    """Cells (n, 1 + axes) int64, their clouds first; of one cloud where none is given."""
+    clouds = cells.new_zeros(len(cells)) if clouds is None else clouds
+    return torch.cat([clouds.long()[:, None], cells.long()], 1)
+
+
 def _travelling(
-    points: PointShard, cells: Tensor, lengths: tuple[int, ...], group: ProcessGroup
+    points: PointShard, cells: Tensor, key_cells: Tensor, lengths: tuple[int, ...], group: ProcessGroup
 ) -> tuple[Travelling, Tensor, Exception | None]:
     # Which rows travel; the cells of other ranks that own queries see; and the error of this rank, which goes on so
-    # that others do not wait. cells: those of this rank, (n, 1 + axes), their clouds first.
+    # that others do not wait. cells, key_cells: those of this rank's queries and keys, their clouds first.
     ranks, device = group.size(), points.device
-    rows_for = _rows_in_reach(points, cells, lengths, group)
+    rows_for = _rows_in_reach(points, cells, key_cells, lengths, group)
     offered, rows = [len(rows) for rows in rows_for], torch.cat(rows_for)
     ones = [1] * ranks
     coming = exchange(torch.tensor(offered, device=device), ones, ones, group).wait().tolist()
-    candidates = exchange(cells[rows], offered, coming, group).wait()
+    candidates = exchange(key_cells[rows], offered, coming, group).wait()
     is_seen, refusal = torch.zeros(len(candidates), dtype=torch.bool, device=device), None
     try:
         is_seen = _seen(points, candidates)
@@ -181,40 +206,48 @@ def _travelling(
 
 
 def _rows_in_reach(
-    points: PointShard, cells: Tensor, lengths: tuple[int, ...], group: ProcessGroup
+    points: PointShard, cells: Tensor, key_cells: Tensor, lengths: tuple[int, ...], group: ProcessGroup
 ) -> list[Tensor]:  # fmt: skip
-    # The rows of this rank whose cells lie in a box of each other rank, ascending. A box is what 64 queries reach.
-    ordered = _in_order_of_all(points, cells, group)
+    # The rows of this rank's keys whose cells lie in a box of each other rank, ascending. A box is what 64 queries
+    # reach.
+    ordered, ordered_keys = _in_order_of_all(points, cells, key_cells, group)
     windows = (1, *points.window)
     before = tuple(w // 2 for w in windows)
     own_boxes = torch.stack(boxes(*reached(ordered, before, windows), len(cells)), 1).permute(2, 1, 0)
     counts = [-(-length // BLOCK) for length in lengths]
-    own_cells = ordered.places[:, : len(cells)]
+    own_cells = ordered_keys.places[:, : len(key_cells)]
     rows_for = []
     for rank, their_boxes in enumerate(_of_all_ranks(own_boxes, counts, group).split(counts)):
-        rows = ordered.order[:0]
+        rows = ordered_keys.order[:0]
         if rank != group.rank():
             least, largest = their_boxes.permute(1, 2, 0)
             _, places = meeting((least, largest), (own_cells, own_cells))
-            rows = ordered.order[places.unique()].sort().values
+            rows = ordered_keys.order[places.unique()].sort().values
         rows_for.append(rows)
     return rows_for
 
 
-def _in_order_of_all(points: PointShard, cells: Tensor, group: ProcessGroup) -> Cells:
-    # This rank's cells in steps of the dilation, counted from the least of all ranks, in the order of work. Clouds may
-    # share a number, since boxes may be too large.
-    lines = torch.cat([cells[:, :1].T, divided(cells[:, 1:].T, points.dilation)])
-    own = torch.tensor([NOWHERE.max, NOWHERE.min], device=lines.device)[:, None].repeat(1, len(lines))
-    if len(cells):
-        own = torch.stack([lines.amin(1), lines.amax(1)])
+def _in_order_of_all(
+    points: PointShard, cells: Tensor, key_cells: Tensor, group: ProcessGroup
+) -> tuple[Cells, Cells]:  # fmt: skip
+    # This rank's queries and keys in steps of the dilation, counted from the least of all ranks, in the order of work.
+    # Clouds may share a number, since boxes may be too large.
+    sides = [cells] if points.own_keys is None else [cells, key_cells]
+    lines = [torch.cat([each[:, :1].T, divided(each[:, 1:].T, points.dilation)]) for each in sides]
+    all_lines = torch.cat(lines, 1)
+    own = torch.tensor([NOWHERE.max, NOWHERE.min], device=cells.device)[:, None].repeat(1, len(all_lines))
+    if all_lines.shape[1]:
+        own = torch.stack([all_lines.amin(1), all_lines.amax(1)])
     bounds = _of_all_ranks(own[None], [1] * group.size(), group)
     least, largest = bounds[:, 0].amin(0), bounds[:, 1].amax(0)
     if bool((least <= largest).all()):  # some rank has points
         check_span(least[1:], largest[1:])
-    lines = lines - least[:, None]
-    lines[0] %= FAR
-    return in_order(lines.int(), has_clouds=True)
+    ordered = []
+    for each in lines:
+        each = each - least[:, None]
+        each[0] %= FAR
+        ordered.append(in_order(each.int(), has_clouds=True))
+    return ordered[0], ordered[-1]
 
 
 def _of_all_ranks(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
@@ -233,13 +266,13 @@ def _seen(points: PointShard, candidates: Tensor) -> Tensor:
     return is_seen
 
 
-def _parts(points: PointShard, others: Tensor) -> PointParts:
-    # The queries that see own keys alone, and the border. others: cells of other ranks that are keys, in the lists of
-    # points after the own ones.
-    lists, own = points.lists, len(points.coordinates)
+def _parts(points: PointShard, key_cells: Tensor, others: Tensor) -> PointParts:
+    # The queries that see own keys alone, and the border. key_cells: of this rank's keys. others: cells of other ranks
+    # that are keys, in the lists of points after the own ones.
+    lists, own = points.lists, len(key_cells)
     none = lists.query_rows[:0].long()
     if not len(others):
-        return PointParts(own, points.list_tensors, (), none, none)
+        return PointParts(lists.queries, own, points.list_tensors, (), none, none)
     is_theirs = lists.key_rows >= own
     sees_theirs = (lists.words & words_of(is_theirs)[:, None]) != 0  # of each tile, each query of its block
     in_border = torch.zeros(lists.blocks, BLOCK, dtype=torch.bool, device=points.device)
@@ -254,15 +287,15 @@ def _parts(points: PointShard, others: Tensor) -> PointParts:
     query_rows, key_rows = lists.query_rows.where(~in_border.flatten(), -1), lists.key_rows.where(~is_theirs, -1)
     own_keys = points.turned.query_rows.where(points.turned.query_rows < own, -1)
     interior = query_rows, lists.starts, key_rows, lists.words, own_keys, *points.turned.tensors[1:]
-    return PointParts(own, interior, _border_lists(points, queries, keys, others), queries, keys)
+    border = _border_lists(points, queries, torch.cat([key_cells[keys], others]))
+    return PointParts(lists.queries, own, interior, border, queries, keys)
 
 
-def _border_lists(points: PointShard, queries: Tensor, keys: Tensor, others: Tensor) -> tuple[Tensor, ...]:
-    # The lists of some queries, given by their rows, over some own keys and then those of other ranks.
-    sides = {"keys": torch.cat([points.coordinates[keys].long(), others[:, 1:]])}
-    batch = None if points.batch is None else points.batch[queries]
-    if batch is not None:
-        sides["key_batch"] = torch.cat([points.batch[keys].long(), others[:, 0]])
+def _border_lists(points: PointShard, queries: Tensor, key_cells: Tensor) -> tuple[Tensor, ...]:
+    # The lists of some queries, given by their rows, over some keys (m, 1 + axes).
+    sides, batch = {"keys": key_cells[:, 1:]}, None
+    if points.batch is not None:
+        batch, sides["key_batch"] = points.batch[queries], key_cells[:, 0]
     return PointNeighbourhood(
         points.coordinates[queries], points.window, batch, dilation=points.dilation, **sides
     ).list_tensors

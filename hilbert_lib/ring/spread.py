@@ -234,7 +234,7 @@ class PointSpread:
 
     def for_shard(self, k: Tensor, rank: int) -> dict:
         """The arguments of `validated` for a rank's points."""
-        return {"shard_cells": (self.points.lengths[rank], f"rank {rank} in {self.points}")}
+        return {"shard_cells": (self.points.key_lengths[rank], f"rank {rank} in {self.points}")}
 
     def check_backend(self, tensors: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
         """Raise ValueError where no backend, or not the one that is asked for by name, can serve the call."""

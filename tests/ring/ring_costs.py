@@ -242,25 +242,34 @@ def count_bytes_on_grid(rules: str, heads: str, shards: dict, *, padded: bool = 
     return counted_and_planned(call, leaves, dout[:, rows].to(device()), cost)
 
 
-def count_bytes_on_points(kind: str, lengths: list[int], *, padded: bool = False) -> list:
+def count_bytes_on_points(
+    kind: str, lengths: list[int], *, padded: bool = False, key_lengths: list[int] | None = None
+) -> list:
     """`count_bytes_on_grid` of points."""
     whole, sizes = points_of(kind), {"heads": 4, "kv_heads": 2, "head_dim": 8}
     rows, rank = rows_of(whole, lengths), dist.get_rank()
-    points = shard_of_points(whole, rows)
-    tensors = drawn(whole.lists.queries, *sizes.values(), batch=2, dtype=torch.bfloat16)
-    *leaves, dout = (x[:, rows].to(device()) for x in tensors)
+    key_rows = None if key_lengths is None else rows_of(whole, key_lengths, of_keys=True)
+    own_keys = rows if key_rows is None else key_rows
+    points = shard_of_points(whole, rows, key_rows)
+    tensors = drawn(whole.lists.queries, *sizes.values(), batch=2, keys=whole.lists.keys, dtype=torch.bfloat16)
+    parts = rows, own_keys, own_keys, rows
+    *leaves, dout = (x[:, part].to(device()) for x, part in zip(tensors, parts, strict=True))
     leaves = [x.requires_grad_() for x in leaves]
-    mask = torch.arange(2 * len(rows), device=device()).view(2, -1) % 3 == 0 if padded else None
+    mask = torch.arange(2 * len(own_keys), device=device()).view(2, -1) % 3 == 0 if padded else None
     cost = points.plan(batch=2, dtype=torch.bfloat16, padded=padded, **sizes).ranks[rank]
     return counted_and_planned(partial(ring_attend, *leaves, points, key_padding_mask=mask), leaves, dout, cost)
 
 
-def peak_memory_on_points(lengths: list[int]) -> list[list[int]]:
-    """`peak_memory_on_grid` of points."""
-    whole = PointNeighbourhood(torch.cartesian_prod(torch.arange(96), torch.arange(64)), 9)
-    points = shard_of_points(whole, rows_of(whole, lengths))
+def peak_memory_on_points(lengths: list[int], key_lengths: list[int] | None = None) -> list[list[int]]:
+    """`peak_memory_on_grid` of points. key_lengths: of keys, coarser ones."""
+    cells = torch.cartesian_prod(torch.arange(96), torch.arange(64))
+    whole, key_rows = PointNeighbourhood(cells, 9), None
+    if key_lengths:
+        whole = PointNeighbourhood(cells // 2, 5, keys=(cells // 2).unique(dim=0))
+        key_rows = rows_of(whole, key_lengths, of_keys=True)
+    points = shard_of_points(whole, rows_of(whole, lengths), key_rows)
     counts = points.counts[dist.get_rank()]
-    return _peak_of_halo(points, ring_attend, counts.points, points.plan, counts.list_bytes)
+    return _peak_of_halo(points, ring_attend, counts.points, points.plan, counts.list_bytes, counts.keys)
 
 
 def peak_memory_on_grid(shards: dict) -> list[list[int]]:
@@ -271,10 +280,14 @@ def peak_memory_on_grid(shards: dict) -> list[list[int]]:
     return _peak_of_halo(near, call, spread.count(near.shape, dist.get_rank()), partial(plan_halo, near, spread))
 
 
-def _peak_of_halo(pattern, attend, rows: int, plan, list_bytes: int = 0) -> list[list[int]]:
+def _peak_of_halo(
+    pattern, attend, rows: int, plan, list_bytes: int = 0, key_rows: int | None = None
+) -> list[list[int]]:
     # Stand-ins allocate what kernels return, and compute nothing.
     sizes, rank = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}, dist.get_rank()
-    *leaves, dout = (torch.zeros(1, rows, n, 64, dtype=torch.bfloat16, device=device()) for n in (4, 2, 2, 4))
+    key_rows = rows if key_rows is None else key_rows
+    shapes = [(1, count, n, 64) for count, n in ((rows, 4), (key_rows, 2), (key_rows, 2), (rows, 4))]
+    *leaves, dout = (torch.zeros(shape, dtype=torch.bfloat16, device=device()) for shape in shapes)
     leaves = [x.requires_grad_() for x in leaves]
 
     def forward(given, request, name):

@@ -220,7 +220,7 @@ def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_a
 def test_the_page_says_what_a_point_takes():
     page = (Path(__file__).parents[2] / "docs/several_gpus.md").read_text().replace("\n", " ")
     sizes = Sizes.checked(1, 8, 8, 64, torch.bfloat16, False)
-    counts = PointCounts(10**6, 0, 0, 10**8), PointCounts(0, 0, 0, 0)
+    counts = PointCounts(10**6, 10**6, 0, 0, 10**8), PointCounts(0, 0, 0, 0, 0)
     plan = PointPlan(sizes, torch.bfloat16, counts, {}, (5, 5, 5))
     cost, nothing = plan.ranks
     of_point = [round((memory - 10**8) / 10**6 / 2**10) for memory in (cost.memory_forward, cost.memory_backward)]
@@ -228,7 +228,7 @@ def test_the_page_says_what_a_point_takes():
     assert not any(astuple(nothing))
     assert "80 GiB hold eight million points with a border of 5 %" in page
     points, border = 8 * 10**6, 4 * 10**5
-    counts = (PointCounts(points, border, border, 512 * points),) * 2
+    counts = (PointCounts(points, points, border, border, 512 * points),) * 2
     plan = PointPlan(sizes, torch.bfloat16, counts, {(0, 1): border, (1, 0): border}, (5, 5, 5))
     assert 0.9 < plan.ranks[0].memory_backward / 80 / 2**30 < 1.0
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allpairspy import AllPairs
-from cases import BRANCHES, HEADS, LARGE_RULES, MORE, RULES, shape_of
+from cases import BRANCHES, HEADS, LARGE_RULES, MORE, RULES, points_of, shape_of
 from forked_ranks import fork_ranks
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
@@ -310,8 +310,14 @@ POINTS = {
         | {"more": "extra and padding", "by_kernel": True},
         {"kind": "odd", "lengths": [70, 20], "heads": [4, 2], "dtype": "bfloat16", "backend": "triton"}
         | {"more": "extra"},
+        {"kind": "keys", "lengths": [80, 50], "key_lengths": [20, None], "heads": [4, 2], "more": "extra and padding"},
+        {"kind": "keys", "lengths": [0, 130], "key_lengths": [15, None]},  # keys alone on one rank
+        {"kind": "keys", "lengths": [70, 60], "key_lengths": [0, 36], "order": "random"},  # and queries alone
+        {"kind": "keys", "lengths": [60, 70], "key_lengths": [20, None], "dtype": "float32", "backend": "triton"}
+        | {"more": "extra", "by_kernel": True},
     ],
     3: [
+        {"kind": "keys", "lengths": [50, 0, 80], "key_lengths": [10, 12, None], "more": "extra and padding"},
         {"kind": "clouds", "lengths": [50, 0, 40], "heads": [4, 2], "more": "extra and padding"},
         {"kind": "even", "lengths": [20, 70, 10], "dtype": "float32"},
         {"kind": "odd", "lengths": [30, 31, 29], "order": "random", "backend": "reference"},
@@ -326,9 +332,19 @@ COUNTED_POINTS = {
     2: [{"kind": "odd", "lengths": [60, 30]}, {"kind": "clouds", "lengths": [50, 40]}],  # whose clouds are whole
     3: [{"kind": "even", "lengths": [30, 0, 70], "padded": True}],
 }
-JOINT_POINTS = {2: {"kind": "odd", "lengths": [60, 30]}, 3: {"kind": "even", "lengths": [0, 60, 40]}}
+for ranks, lengths, key_lengths in ((2, [80, 50], [20, None]), (3, [50, 0, 80], [10, 12, None])):
+    COUNTED_POINTS[ranks].append({"kind": "keys", "lengths": lengths, "key_lengths": key_lengths, "padded": ranks == 2})
+JOINT_POINTS = {
+    2: [{"kind": "odd", "lengths": [60, 30]}, {"kind": "keys", "lengths": [0, 130], "key_lengths": [15, None]}],
+    3: [{"kind": "even", "lengths": [0, 60, 40]}],
+}
+for cases in (*POINTS.values(), *COUNTED_POINTS.values(), *JOINT_POINTS.values()):
+    for case in cases:
+        if None in case.get("key_lengths", ()):  # all the others
+            *first, _ = case["key_lengths"]
+            case["key_lengths"] = [*first, points_of(case["kind"]).lists.keys - sum(first)]
 RANDOM_POINTS = {"seeds": 20}
-HELD_POINTS = {"lengths": [4096, 2048]}
+HELD_POINTS = {"lengths": [4096, 2048]}, {"lengths": [4096, 2048], "key_lengths": [768, 768]}
 # What the last rank asks for, and what all say.
 ON_GRIDS = {
     "window": ({"neighbourhood": 5}, ("neighbourhood", "window=(3, 5)", "on rank 0", "window=(5, 5)", "on rank 1")),
@@ -408,7 +424,7 @@ def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> d
 
 ALLOCATED = [(n, "ring_costs:peak_memory", memory_of(*case)) for n, cases in MEMORY.items() for case in cases]
 ALLOCATED += [(4, "ring_costs:peak_memory_on_grid", {"shards": shards}) for shards in HELD_HALOS]
-ALLOCATED += [(2, "ring_costs:peak_memory_on_points", HELD_POINTS)]
+ALLOCATED += [(2, "ring_costs:peak_memory_on_points", held) for held in HELD_POINTS]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [[call, asked] for call, table in DISAGREE.items() for asked, _ in table.values()]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}]]
@@ -432,7 +448,8 @@ for ranks, cases in JOINT_RINGS.items():
 for ranks, cases in POINTS.items():
     CALLS[ranks] += [["compare_on_points", case] for case in cases]
     CALLS[ranks] += [["ring_costs:count_bytes_on_points", case] for case in COUNTED_POINTS[ranks]]
-    CALLS[ranks] += [["joint_on_points", JOINT_POINTS[ranks]], ["random_halos", RANDOM_POINTS]]
+    CALLS[ranks] += [["joint_on_points", case] for case in JOINT_POINTS[ranks]]
+    CALLS[ranks].append(["random_halos", RANDOM_POINTS])
 CALLS[2] += [["promises_on_grid", {}], ["promises_of_a_union", {}]]
 CALLS[2] += [["promises_on_points", {}], ["a_row_is_dropped", {}], ["page_of_points", {}]]
 CALLS[2] += [["parts_asked_about", {"transport": transport}] for transport in TRANSPORTS]
@@ -545,15 +562,16 @@ def test_of_points_too(ranks, backend):
         calls = [1 + case.get("padded", False), 1] if travels else [0, 0]
         for counted, planned, called in found:
             assert (counted, called) == (planned, calls), case
-    for found in answers(ranks, "joint_on_points", JOINT_POINTS[ranks], backend):
-        assert max(found.values()) < 1e-12, found
+    for case in JOINT_POINTS[ranks]:
+        for found in answers(ranks, "joint_on_points", case, backend):
+            assert max(found.values()) < 1e-12, found
     assert answers(ranks, "random_halos", RANDOM_POINTS, backend) == [[]] * ranks
 
 
 def test_promises_of_points_are_kept(backend):
     for found in answers(2, "promises_on_points", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
-        assert len(found) == 20
+        assert len(found) == 23
     assert max(answers(2, "a_row_is_dropped", {}, backend)) > 1e-2  # so a fault would be seen
 
 

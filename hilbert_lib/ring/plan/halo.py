@@ -65,6 +65,10 @@ class ExchangePlan:
         """The number of cells that a rank holds."""
         raise NotImplementedError
 
+    def key_cells(self, rank: int) -> int:
+        """The number of cells whose k and v a rank holds."""
+        return self.cells(rank)
+
     def interior_queries(self, rank: int) -> int:
         """The number of a rank's queries that are computed while rows travel."""
         raise NotImplementedError
@@ -112,14 +116,19 @@ class ExchangePlan:
         # q, k, v, out and lse; of a border q, and k and v in a frame; its out and lse are kept to the end
         border_results = copies * sum((q + lse) * queries for queries, _ in borders)
         border_inputs = sum(copies * q * queries + kv * keys for queries, keys in borders)
-        forward = cells * (2 * q + kv + lse) + max(2 * sent, sent + arrived, arrived + border_results + border_inputs)
+        key_cells = self.key_cells(rank)
+        forward = (
+            cells * (2 * q + lse)
+            + key_cells * kv
+            + max(2 * sent, sent + arrived, arrived + border_results + border_inputs)
+        )
         # q, k, v, out, dout, dq, dk, dv, lse and delta; of a border the same, with sums of dk and dv in a frame
-        backward = cells * (4 * q + (1 + copies) * kv + 2 * lse) + arrived
+        backward = cells * (4 * q + 2 * lse) + key_cells * (1 + copies) * kv + arrived
         answers, arriving = 2 * sizes.summed_row * into, 2 * sizes.summed_row * out
         border_grads = sum(copies * q * queries + sums * keys for queries, keys in borders)
         border_inputs = sum(copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders)
         # In the end sums of dk and dv, and these rounded, of all rows that do not come from the interior alone.
-        touched = min(cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
+        touched = min(key_cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
         backward += border_grads + max(answers + max(border_inputs, arriving), arriving + touched * (kv + sums))
         tables = self.tables(rank)
         return sizes.batch * forward + tables, sizes.batch * backward + tables

@@ -21,6 +21,7 @@ class PointParts(NamedTuple):
     """The queries of a rank: those that see own keys alone, and the border. Lists are those of a `Request`."""
 
     queries: int  # of both
+    keys: int  # of this rank
     interior: tuple[Tensor, ...]  # lists over own keys. Turned round they hold the border's queries, too
     border: tuple[Tensor, ...]  # lists of queries by place in the border, over its own keys and then those received
     border_queries: Tensor  # (n,) int64, ascending: their rows
@@ -31,6 +32,7 @@ class PointCounts(NamedTuple):
     """The numbers of a rank."""
 
     points: int
+    keys: int  # as many, unless k and v live on other cells
     border_queries: int
     border_keys: int  # own ones
     list_bytes: int
@@ -60,13 +62,17 @@ class PointPlan(ExchangePlan):
         """The number of points that a rank holds."""
         return self.counts[rank].points
 
+    def key_cells(self, rank: int) -> int:
+        """The number of cells whose k and v a rank holds."""
+        return self.counts[rank].keys
+
     def interior_queries(self, rank: int) -> int:
         """The number of a rank's queries that are computed while rows travel."""
         return self.counts[rank].points - self.counts[rank].border_queries
 
     def borders(self, rank: int) -> list[tuple[int, int]]:
         """Numbers of queries and of keys of the call that waits for rows of other ranks, if there is one."""
-        _, queries, keys, _ = self.counts[rank]
+        _, _, queries, keys, _ = self.counts[rank]
         into = sum(count for (_, to), count in self.points_that_travel.items() if to == rank)
         return [(queries, keys + into)] if queries else []
 
@@ -78,4 +84,6 @@ class PointPlan(ExchangePlan):
     def head(self) -> str:
         """The first line of the table."""
         window, points = " x ".join(map(str, self.window)), sum(count.points for count in self.counts)
-        return f"{points:,} points on {self.rank_count} ranks, window {window}, {self.sizes_in_words}"
+        keys = sum(count.keys for count in self.counts)
+        of_keys = "" if keys == points else f" and {keys:,} keys"
+        return f"{points:,} points{of_keys} on {self.rank_count} ranks, window {window}, {self.sizes_in_words}"

@@ -52,7 +52,7 @@ def framed(
     results = []
     for border in borders:
         places, rows = border.their_rows
-        frames = [x.index_select(1, border.filled) for x in (k, v)]
+        frames = [own_in_frame(x, border) for x in (k, v)]
         for n, frame in enumerate(frames):
             by_head = frame.view(len(frame), -1, frame.shape[-1])
             by_head.index_copy_(1, places, received[:, n].index_select(0, rows).transpose(0, 1))
@@ -64,6 +64,13 @@ def framed(
             lse_rows = [None if x is None else x.index_select(2, border.queries) for x in by_lse]
         results.append(Framed(*frames, query_rows, lse_rows))
     return results
+
+
+def own_in_frame(x: Tensor, border: Border) -> Tensor:
+    """Own rows of a tensor (batch, rows, ...) in a border's frame; any in the places of others, of no rows zeros."""
+    if x.shape[1]:
+        return x.index_select(1, border.filled)
+    return x.new_zeros(len(x), len(border.filled), *x.shape[2:])
 
 
 def placed(

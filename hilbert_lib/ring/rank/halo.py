@@ -173,7 +173,7 @@ def _of_border(
     mask = request.key_padding_mask
     if mask is not None:
         places, rows = border.their_rows
-        mask = mask.index_select(1, border.filled)
+        mask = copies.own_in_frame(mask, border)
         mask[:, places // frame.k.shape[2]] = padding[rows].bool().T
     border_request = replace(request, part=border.part, slots=border.slots, lists=border.lists, key_padding_mask=mask)
     _, _, _, *extra = tensors.with_rows

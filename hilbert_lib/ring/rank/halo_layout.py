@@ -104,12 +104,12 @@ def layout_of_points(parts: PointParts, travelling: Travelling, kv_heads: int, d
     """
     queries, keys = parts.border_queries.to(device), parts.border_keys.to(device)
     rows = travelling.rows.to(device)
-    arriving, touched = sum(travelling.received), torch.cat([rows, keys]).unique()
+    arriving, has_interior = sum(travelling.received), len(queries) < parts.queries
+    touched = torch.cat([rows, keys]).unique() if has_interior else torch.arange(parts.keys, device=device)
     heads = torch.arange(kv_heads, device=device)
     received = torch.arange(arriving * kv_heads, device=device)
     their_places = len(keys) * kv_heads + received
     places = torch.arange(len(keys), device=device)
-    has_interior = len(queries) < parts.queries
     border = Border(
         POINTS_IN_FLOAT,
         slots=None,
