@@ -23,7 +23,15 @@ from hilbert_lib.internals import compile_time_constant, ordinals_of, visible_de
 PACKAGE = Path(__file__).resolve().parent
 
 # Distributions whose kernels backends call, and what flash-attn-4 compiles its own with.
-ATTENTION_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "xformers")
+ATTENTION_PACKAGES = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "natten",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "xformers",
+)
 
 # Compute capability from which an architecture begins (NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities").
 ARCHITECTURES = (

@@ -11,6 +11,7 @@ import psutil
 import pynvml
 
 from hilbert_lib import machine
+from hilbert_lib.attention.backends.flex_masks import FLEX_BLOCK, FLEX_NARROW
 from hilbert_lib.attention.backends.registry import BACKENDS
 
 # What a measurement depends on, of the facts of `environment`: where one differs, it is measured again.
@@ -19,8 +20,9 @@ MACHINE += ("packages",)
 KERNELS = {
     "compiled": "compiled for the GPU",
     "interpreted": "Triton kernels, where used, are interpreted: right results, meaningless times",
-    "absent": "absent: no GPU, or no triton for this platform",
+    "absent": "absent: no GPU, and Triton's interpreter was not asked for",
 }
+NO_TRITON = "absent: triton is not installed; it has builds for Linux alone"
 
 
 def environment() -> dict:
@@ -41,6 +43,8 @@ def environment() -> dict:
         "cpu": machine.cpu_model(),
         "cpu_cores": machine.cpu_cores(),
         "memory_gib": _gib(psutil.virtual_memory().total),
+        # Of FlexAttention, beside its own defaults: tokens of a block each way, and options for rows of at most 64.
+        "flex_attention": {"block": FLEX_BLOCK, "narrow": FLEX_NARROW},
         "backends": list(BACKENDS),  # along sequences, by name: of records without "hopper", "triton" was both
         "gpus": [_gpu_facts(*gpu) for gpu in zip(machine.gpu_properties(), sm_clocks_mhz(), strict=True)],
         **facts,
@@ -68,7 +72,7 @@ def describe_environment(facts: dict | None = None) -> str:
     code = "unknown" if facts["commit"] is None else facts["commit"][:12]
     rows = {
         "hardware": facts["hardware"],
-        "kernels": KERNELS[facts["kernel_mode"]],
+        "kernels": KERNELS[facts["kernel_mode"]] if facts["triton"] else NO_TRITON,
         "code": f"{code}{' with local changes' if facts['dirty'] else ''}, library {facts['code_hash']}",
         "software": ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "numpy")),
         "platform": f"{facts['platform']}, {facts['torch_threads']} torch threads, {facts['memory_gib']} GiB",

@@ -67,10 +67,31 @@ def test_packages_whose_kernels_may_run_are_told_by_version(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     metadata = tmp_path / "flash_attn_4-4.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
+    rival = tmp_path / "natten-0.21.dist-info" / "METADATA"
+    rival.parent.mkdir()
+    rival.write_text("Metadata-Version: 2.1\nName: natten\nVersion: 0.21\n")
+    known["natten"] = "0.21"
     for found in ("4.0.0b36", "4.0.0b37"):
         metadata.write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {found}\n")
         assert environment()["packages"] == {**known, "flash-attn-4": found}
         assert f"flash-attn-4 {found}" in describe_environment()
+
+
+def test_the_rivals_of_torch_are_told_with_their_options():
+    facts = environment()
+    assert facts["cudnn"] == torch.backends.cudnn.version()
+    assert facts["flex_attention"]["block"] == 128
+    assert set(facts["flex_attention"]["narrow"]) == {"fwd_BLOCK_N", "fwd_num_warps"}
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "why"), [(True, "no GPU, and Triton's interpreter was not"), (False, "triton is")]
+)
+def test_why_there_are_no_kernels_is_said_as_it_is(machine, monkeypatch, has_triton, why):
+    machine(device=False, triton=has_triton)
+    monkeypatch.setattr(module, "version", Mock(side_effect=None if has_triton else module.PackageNotFoundError))
+    facts = {**environment(), "triton": "3.7.1" if has_triton else None, "kernel_mode": "absent"}
+    assert why in describe_environment(facts)
 
 
 def test_the_table_names_the_gpu_its_driver_and_its_clock(machine):
