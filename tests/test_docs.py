@@ -100,6 +100,11 @@ def test_every_command_of_the_pages_and_of_the_help_is_understood(command, monke
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
     assert len(README.split()) <= 2000
+    assert max(map(len, README.splitlines())) <= 300, "raw, a line is no more than a few slots"
+
+
+def test_the_readme_answers_before_it_draws():
+    assert README.index("## The answer") < README.index("notebooks/map.png") < README.index("## Start")
 
 
 def test_a_rival_that_was_not_tried_is_said_not_to_have_been():

@@ -94,6 +94,8 @@ def test_speeds_are_those_of_the_records_samples():
     assert numbers()["forward_128"] == f"{found[0]['b']['useful_flop'] / statistics.median(own) / 1e9:.0f}"
     assert numbers()["forward_128_other"] == nearest["a"]["name"]
     assert numbers()["forward_128_other_speed"] == f"{nearest['a']['useful_flop'] / beside / 1e9:.0f}"
+    others = {numbers()[f"{way}_{size}_other"] for way in ("forward", "backward") for size in (64, 128)}
+    assert len(others) == 1, "README names one nearest other for all four rows"
     assert numbers()["forward_128_ratio"] == f"{nearest['ratio']:.2f}"
 
 
