@@ -271,6 +271,22 @@ def _ring(records: list[dict]) -> dict:
     slots |= {f"ring_causal_hidden_{case.direction}": f"{case.value:.2f}" for case in causal.itertuples()}
     for sweep, rows in cases[cases.what == "scaling"].groupby("sweep"):
         slots[f"ring_{sweep}_percent"] = f"{100 * rows[rows.ranks == rows.ranks.max()].value.min():.0f}"
+    return slots | _ways_to_exchange(pd.DataFrame(records))
+
+
+def _ways_to_exchange(table: pd.DataFrame) -> dict[str, str]:
+    """Time over that of "auto" on all GPUs: of gathering all k and v, and of k and v read through a table.
+
+    And that of "auto" over all_gather's with a causal mask, forward and backward.
+    """
+    table = table[table.sweep.isin(["strong", "transports"]) & (table.ranks == table.ranks.max())]
+    table = table.assign(both_ms=table.forward_ms + table.backward_ms)
+    slots = {}
+    for passes in ("both", "forward"):
+        took = table.pivot(index=["sweep", "is_causal"], columns="side", values=f"{passes}_ms")
+        slots |= _ends(f"ring_gathered_{passes}", took.gathered / took.auto, ".1f")
+        slots |= _ends(f"ring_table_{passes}", (took["linear order"] / took.auto).dropna(), ".2f")
+        slots[f"ring_causal_behind_{passes}"] = f"{100 * (took.auto / took.all_gather - 1)['transports', True]:.0f}"
     return slots
 
 

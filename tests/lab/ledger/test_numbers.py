@@ -204,6 +204,22 @@ def test_the_sequence_of_a_models_heads_is_the_longest_that_was_checked_both_way
     )
 
 
+def test_what_ways_to_exchange_cost_is_that_of_the_record():
+    every = read_records(newest_run("07_ring_attention") / RESULTS)
+    runs = {(each["sweep"], each["is_causal"], each["side"]): each for each in every if each["ranks"] == 4}
+    for passes, names in (("both", ("forward_ms", "backward_ms")), ("forward", ("forward_ms",))):
+        took = {run: sum(each[name] for name in names) for run, each in runs.items() if each["backward"]}
+        of = {side: {run[:2]: ms for run, ms in took.items() if run[2] == side} for _, _, side in took}
+        over = [of["gathered"][run] / of["auto"][run] for run in of["gathered"]]
+        ends = [numbers()[f"ring_gathered_{passes}_{end}"] for end in ("low", "high")]
+        assert ends == [f"{min(over):.1f}", f"{max(over):.1f}"]
+        tables = [of["linear order"][run] / of["auto"][run] for run in of["linear order"]]
+        assert numbers()[f"ring_table_{passes}_high"] == f"{max(tables):.2f}"
+        causal = ("transports", True)
+        behind = 100 * (of["auto"][causal] / of["all_gather"][causal] - 1)
+        assert numbers()[f"ring_causal_behind_{passes}"] == f"{behind:.0f}"
+
+
 def test_what_is_hidden_and_what_runs_wait_for_are_those_of_the_records():
     auto = [each for each in read_records(newest_run("07_ring_attention") / RESULTS) if each["side"] == "auto"]
     (causal,) = (each for each in auto if each["is_causal"])
