@@ -30,12 +30,10 @@ from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.all_pairs import AllPairs
 from hilbert_lib.patterns.dilated import DilatedPattern
-from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
-PLAIN_BACKWARD_FROM = 128  # head_dim on grids above which "hopper" has a forward alone
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
@@ -96,8 +94,7 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
                 return _of_documents_first(rule, call)
     if call.pattern.length is not None:
         order = "" if call.ordering is None else call.ordering.kind
-        has_plain_backward = gradient and q.shape[-1] > PLAIN_BACKWARD_FROM
-        rule = grid_rule(q.device.type, q.element_size(), order, has_plain_backward)
+        rule = grid_rule(q.device.type, q.element_size(), order)
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
@@ -230,8 +227,6 @@ def _off_fast_path(chosen: str, q: Tensor, k: Tensor, call: Request, reasons: di
     if fastest == "hopper" and isinstance(call.pattern, DilatedPattern):
         branches = [f"{w}:{r}" for w, r in call.pattern.branches if not is_reached(w, r, k.shape[1])]
         return f"plain kernels compute the branches {' '.join(branches)}" if branches else ""
-    if fastest == "hopper" and isinstance(call.pattern, HeadNeighbourhoods) and q.shape[-1] > PLAIN_BACKWARD_FROM:
-        return f"plain kernels compute the backward at a head_dim above {PLAIN_BACKWARD_FROM}"
     return ""
 
 

@@ -49,7 +49,6 @@ _GRIDS = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
 # What `select_attention_backend` or `hilbert bench grids` times on a machine goes before these rules.
 _LISTS = f"lists on an H200, others {_GRIDS}"
 GRID_BY_ROW = Rule(("hopper", "lists", "triton", "flex", "eager"), f"boxes on an H100 (notebook 08b); {_LISTS}")
-GRID_BY_ROW_IN_PLAIN_BACKWARD = Rule(("lists", "hopper", "triton", "flex", "eager"), _LISTS)
 GRID_ON_GPU = Rule(("lists", "triton", "flex", "eager"), _LISTS)
 GRID_COMPACT = Rule(("flex", "lists", "triton", "eager"), _LISTS)
 # Within "eager", `backends/tile_groups.py` chooses between tiles and all keys at once, from what was timed on a CPU.
@@ -69,16 +68,15 @@ def on_architecture(rule: Rule, architecture: str) -> Rule:
     return Rule(rule.order, f"{rule.record}; not measured on this kind of GPU ({architecture})")
 
 
-def grid_rule(device: str, element_size: int, order: str, has_plain_backward: bool = False) -> Rule:
+def grid_rule(device: str, element_size: int, order: str) -> Rule:
     """The rule for a call on a grid.
 
     device: its type. element_size: bytes of a number. order: the kind in which tokens are stored, "" row by row.
-    has_plain_backward: whether a backward follows that "hopper" leaves to plain kernels.
     """
     if device != "cuda":
         return GRID_ON_CPU
     if element_size != 2:
         return GRID_ON_GPU
     if not order:
-        return GRID_BY_ROW_IN_PLAIN_BACKWARD if has_plain_backward else GRID_BY_ROW
+        return GRID_BY_ROW
     return GRID_COMPACT if order in COMPACT_ORDERS else GRID_ON_GPU

@@ -476,22 +476,16 @@ def test_branches_of_plain_kernels_are_off_the_fast_path_and_a_cpu_has_none():
 
 
 @pytest.mark.parametrize(("head_dim", "gradient"), [(128, True), (136, False), (136, True)])
-def test_lists_go_before_boxes_whose_backward_is_plain(monkeypatch, head_dim, gradient):
+def test_boxes_go_first_at_every_head_dim(monkeypatch, head_dim, gradient):
     q = SimpleNamespace(
         device=SimpleNamespace(type="cuda"), shape=(1, 33, 2, head_dim), dtype=torch.bfloat16, element_size=lambda: 2
     )  # fmt: skip
     monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
     monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
-    rule = choice.rule_for(q, Request(Neighbourhood((33,), 3).of_heads(2)), gradient=gradient)
-    assert rule.order[:2] == (("lists", "hopper") if head_dim > 128 and gradient else ("hopper", "lists"))
-
-
-@pytest.mark.parametrize("head_dim", [128, 136])
-def test_a_plain_backward_is_off_the_fast_path(monkeypatch, head_dim):
-    q = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=(1, 33, 2, head_dim))
+    call = Request(Neighbourhood((33,), 3).of_heads(2))
+    assert choice.rule_for(q, call, gradient=gradient).order[:2] == ("hopper", "lists")
     monkeypatch.setattr(choice, "backends_for", lambda pattern: {"hopper": SimpleNamespace(here=lambda q, call: "")})
-    words = choice._off_fast_path("hopper", q, q, Request(Neighbourhood((33,), 3).of_heads(2)), {"hopper": "chosen"})
-    assert words == ("" if head_dim == 128 else "plain kernels compute the backward at a head_dim above 128")
+    assert choice._off_fast_path("hopper", q, q, call, {"hopper": "chosen"}) == ""
 
 
 def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):

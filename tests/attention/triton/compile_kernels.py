@@ -72,6 +72,8 @@ ROLES = {
     "query_kernel": (("forward", "dq"), "BACKWARD"),
     "backward_kernel": (("dq", "dkv"), "OF_KEYS"),
     "wide_kernel": (("forward",), ""),
+    "wide_backward_kernel": (("dq", "dkv"), "OF_KEYS"),
+    "whole_kernel": (("forward",), ""),
     "key_kernel": (("dkv", "extra"), "EXTRA"),
     "pair_kernel": (("pairs",), ""),
     "entry_kernel": (("entries",), ""),
@@ -300,7 +302,6 @@ def starts_on(
         Request(near.of_heads(2), key_padding_mask=masks[0], extra_padding_mask=masks[1], has_bias=has_bias),
     )
     starts = []
-    # The backward of wide heads by boxes is that of the plain kernels.
     module.start = grid_launch.start = gathering(starts)
     module.multiprocessors = lambda device: 132
     out, lse = module.forward(given, request)
@@ -338,6 +339,8 @@ def type_of(x) -> str:
 
 PLANE = Neighbourhood((64, 64), 17)
 STRIDED = Neighbourhood((64, 64), 33, stride=8)
+WHOLE = Neighbourhood((64, 64), 32, stride=16)
+SMALL = Neighbourhood((64, 64), 3)
 VOLUME = Neighbourhood((12, 24, 24), (3, 5, 7), dilation=(1, 2, 1), edge=("wrap", "clip", "shift"))
 
 
@@ -360,12 +363,19 @@ def for_grids_by_dtype() -> dict[str, tuple]:
 
 
 def strided_kernels() -> dict[str, tuple]:
-    """The kernels by boxes of a plane with strides."""
-    return {f"hopper strided {name} 128": call for name, call in launched(box_launch, 128, STRIDED, False)}
+    """The kernels by boxes of a plane with strides; the forwards with boxes of keys of another form than a group's."""
+    strided = {f"hopper strided {name} 128": call for name, call in launched(box_launch, 128, STRIDED, False)}
+    others = ("whole", 128, WHOLE), ("small", 64, SMALL), ("small", 128, SMALL)
+    return strided | {
+        f"hopper {of} {name} {columns}": call
+        for of, columns, near in others
+        for name, call in launched(box_launch, columns, near, False)
+        if name == "forward"
+    }
 
 
 def wide_kernels() -> dict[str, tuple]:
-    """The forward by boxes of heads above 128: of a plane, and of a volume with all that a call may ask for."""
+    """The kernels by boxes of heads above 128: of a plane, and of a volume with all that a call may ask for."""
     return {
         f"hopper wide {name} {columns}": call
         for columns, near, more in ((192, PLANE, False), (256, VOLUME, True))
@@ -527,7 +537,8 @@ SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopp
 SAMPLE += ("hopper padded forward 128 False False", "hopper backward 64 True True True")
 SAMPLE += ("hopper padded backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
-SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper wide forward 192")
+SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper whole forward 128")
+SAMPLE += ("hopper wide forward 192", "hopper wide dkv 192")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

@@ -58,11 +58,28 @@ QUERY_BOXES = {
 
 # Grids that show what none of the drawn ones does.
 SPECIAL = {
+    "small windows": Neighbourhood((20, 40), (3, 5), edge=("clip", "shift")),
+    "small windows round the end": Neighbourhood((24, 32), (5, 3), dilation=(1, 2), edge="wrap"),
+    "narrow windows": Neighbourhood((40, 20), (17, 3), is_causal=(True, False), edge=("clip", "shift")),
     "four boxes passed over": Neighbourhood((48, 16), (24, 16), stride=(24, 1)),
     "windows larger than the grid": Neighbourhood(
         (18, 20), (28, 60), dilation=(1, 2), stride=(5, 40), edge=("clip", "shift")
     ),
 }
+
+# Grids whose windows are whole boxes of 128 keys, a window for each KV head, and a number of extra keys.
+WHOLE = {
+    "line": ((Neighbourhood((600,), 256, stride=128),), 70),
+    "plane": ((Neighbourhood((40, 36), 32, stride=16),), 0),
+    "wide plane": ((Neighbourhood((16, 48), (16, 16), stride=(1, 8)),), 128),
+    "dilated": ((Neighbourhood((64, 48), 16, stride=(16, 8), dilation=2),), 200),
+    "windows of heads": (
+        (Neighbourhood((32, 24), 16, stride=16), Neighbourhood((32, 24), (32, 16), stride=16)), 0,
+    ),
+    "volume": ((Neighbourhood((4, 16, 24), (2, 16, 8), stride=(2, 8, 8)),), 1),
+    "frames by columns": ((Neighbourhood((4, 12, 16), (4, 8, 8), stride=(1, 4, 8)),), 0),
+    "all frames": ((Neighbourhood((6, 16, 16), (6, 8, 16), stride=(1, 8, 16)),), 0),
+}  # fmt: skip
 
 # A volume for each shape of a box.
 VOLUMES = {
@@ -131,9 +148,22 @@ def wide(number: int) -> Case:
     return drawn(number)._replace(head_dim=(256, 136, 192, 160, 232)[number % 5])
 
 
+def whole(name: str) -> Case:
+    """The call of one of `WHOLE`; two query heads share each KV head of one window."""
+    windows, extra = WHOLE[name]
+    return Case(windows, 1, 2, 128, extra, False, False, "bshd", torch.bfloat16)
+
+
 def special(name: str) -> list[Case]:
     """The calls of one of `SPECIAL`."""
     return [Case((SPECIAL[name],), 1, 1, head_dim, 0, False, False, "bshd", torch.bfloat16) for head_dim in (64, 128)]
+
+
+# Grids of a tile for each of many programs, in which groups and engines go on in other orders.
+MANY_PROGRAMS = {
+    head_dim: Case((Neighbourhood((24, 32), (9, 12)),), 1, 2, head_dim, 70, False, False, "bshd", torch.bfloat16)
+    for head_dim in (192, 256)
+}
 
 
 @cache

@@ -43,6 +43,8 @@ EMULATED = {  # all that a call runs but what is decided without triton
             "grid_forward",
             "grid_backward",
             "grid_wide",
+            "grid_wide_backward",
+            "grid_whole",
             "grid_launch",
         )
     ),

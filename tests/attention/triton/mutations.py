@@ -438,8 +438,8 @@ hopper.grid_wide, wide 5: the second part of a row is its first columns
 -full, shared.q.high, buffer, RULES, LOW)
 +full, shared.q.high, buffer, RULES)
 hopper.grid_wide, wide 5: the second part of a box is its first columns
--head_at, LOW], full.index(stage)
-+head_at, 0], full.index(stage)
+-head_at, LOW], full, parts
++head_at, 0], full, parts
 hopper.grid_wide, wide 5: the second part of the output is written over the first
 -out[1], at, head_at, LOW)
 +out[1], at, head_at)
@@ -452,4 +452,46 @@ hopper.grid_wide, wide 5: a box of v is multiplied before it is there
 -    tiles.wait_full(shared.v_full, block)
 -    of_low
 +    of_low
+hopper.grid_wide_backward, wide 5: the last box is multiplied before it is there
+-        tiles.wait_full(full, block - 1)
+-        low_token
++        low_token
+hopper.grid_wide_backward, many programs: weights are written over before the slopes are made of them
+-                if block > 0:
++                if block < 0:
+hopper.grid_wide_backward, wide 5: slopes are those of the box before
+-shared.slopes.index(buffer % 2)
++shared.slopes.index((buffer + 1) % 2)
+hopper.grid_wide_backward, wide 5: products may not see the slopes that were stored
+-            fence_async_shared()
+-            mbarrier
++            mbarrier
+hopper.grid_wide_backward, wide 5: the high columns of dq are written over the low ones
+-boxes.moved(place.h, place, moves), LOW)
++boxes.moved(place.h, place, moves))
+hopper.grid_wide_backward, wide 5: what is multiplied beside the first box stays in dq
+-                acc = gl.zeros_like(acc)
++                acc = acc
+hopper.grid_wide_backward, wide 5: keys are given back before dq is made of them
+-            _give_back(shared.b_free, block)
++            _give_back(shared.b_free, block)
++            _give_back(shared.a_free, block)
+hopper.grid_wide_backward, wide 2: the high columns of dk have no mask
+-gl.where(high_weighs, high, 0.0)
++high
+hopper.grid_whole, whole line: the last extra keys count to the end of their box
+-extra % KEYS  # [GROUP_ROWS]
++KEYS  # [GROUP_ROWS]
+hopper.grid_whole, whole plane: a box of v is given back twice
+-        tiles.arrive(steps.v_free(ring, last))
++        tiles.arrive(steps.v_free(ring, last))
++        tiles.arrive(steps.v_free(ring, last))
+hopper.masks, small windows: cells of a box of keys are those of a box of queries
+-        SIDE: gl.constexpr = boxes.key_side(RULES, AXIS)
+-        WRAPS
++        SIDE: gl.constexpr = boxes.side(RULES, AXIS)
++        WRAPS
+hopper.boxes, small windows: boxes of keys follow each other as those of queries would
+-    SIDE: gl.constexpr = key_side(RULES, AXIS)
++    SIDE: gl.constexpr = side(RULES, AXIS)
 """)

@@ -132,6 +132,8 @@ def boxes():
     for near, head_dim, extra in grids:
         mask = padded(near.length).expand(2, -1)
         attend_on_grid(near, torch.bfloat16, head_dim, extra, backend="hopper", key_padding_mask=mask)
+    attend_on_grid(Neighbourhood((20, 40), (9, 17)), torch.bfloat16, 192, 70, backend="hopper")
+    attend_on_grid(Neighbourhood((32, 48), 32, stride=16), torch.bfloat16, 128, 70, backend="hopper")
 
 
 def decoding():

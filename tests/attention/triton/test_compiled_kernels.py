@@ -188,7 +188,7 @@ def test_the_table_of_portable_kernels_is_what_the_compiler_says(portable):
 
 
 def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
-    boxes = ("grid", 2, 12), ("strided", 1, 3), ("wide", 1, 2)
+    boxes = ("grid", 2, 12), ("strided", 1, 3), ("wide", 2, 6), ("whole", 1, 1), ("small", 0, 2)
     for start, sampled, every in (("forward", 1, 8), ("backward", 1, 16), ("padded", 2, 12), *boxes):
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
@@ -203,6 +203,8 @@ def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
         ("forward 128 False False", 0, 1, 64),
         ("padded forward 128 False", 1, 1, 64),
         ("grid forward 128", 1, 2, 32),
+        ("whole forward 128", 1, 1, 64),
+        ("small forward 128", 0, 1, 32),
     ],
 )
 def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, some, start, sampled, every, least):
@@ -215,8 +217,8 @@ def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, so
 def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper, some):
     """ptxas puts a wait behind every product where registers are short, which an edit nearby may bring about."""
     alone = [("backward 64 True True True", 1, 1), ("grid forward 128", 1, 2), ("grid dq", 0, 4), ("grid dkv", 0, 4)]
-    alone += [("strided", 1, 3), ("wide", 1, 2)]
-    for start, sampled, every in [("forward 64", 1, 4), ("grid forward 64", 1, 2), *alone]:
+    alone += [("strided", 1, 3), ("wide", 2, 6), ("whole", 1, 1), ("small forward 128", 0, 1)]
+    for start, sampled, every in [("forward 64", 1, 4), ("grid forward 64", 1, 2), ("small forward 64", 0, 1), *alone]:
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
 

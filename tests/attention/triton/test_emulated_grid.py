@@ -16,6 +16,7 @@ from drawn_grids import (
     BOXED,
     CASES,
     EDGES,
+    MANY_PROGRAMS,
     ONE_EXTRA_KEY,
     QUERY_BOXES,
     SPECIAL,
@@ -26,8 +27,10 @@ from drawn_grids import (
     drawn,
     expected,
     special,
+    whole,
     wide,
 )
+from drawn_grids import WHOLE as WHOLE_WINDOWS
 from oracle import attending, bias_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,7 +53,8 @@ BIASED = (2, 5, 7, 9, 11, 13, 18)
 MORE_BIASED = [pytest.param(x, marks=pytest.mark.full) for x in range(len(CASES)) if x not in BIASED]
 
 
-WIDE_KERNELS = [f"{emulator.PACKAGE}.hopper.grid_wide"]
+WIDE_KERNELS = [f"{emulator.PACKAGE}.hopper.{name}" for name in ("grid_wide", *["grid_wide_backward"] * 2)]
+WHOLE_KERNELS = [f"{emulator.PACKAGE}.hopper.grid_whole", *KERNELS[1:]]
 # At every wide head_dim; every edge, strides, dilations, windows of heads, grouped heads, extra keys and masks.
 WIDE = (2, 5, 9, 11, 13, 18, 21, 24)
 MORE_WIDE = [pytest.param(x, marks=pytest.mark.full) for x in range(len(CASES)) if x not in WIDE]
@@ -103,20 +107,32 @@ def test_output_of_the_kernels_source_equals_the_oracle(sources, number):
 
 @pytest.mark.parametrize("number", [*WIDE, *MORE_WIDE], ids=str)
 def test_two_parts_of_columns_equal_the_oracle(sources, number):
-    """Forward by boxes, backward by the plain kernels."""
     assert fault_of(sources, wide(number)) is None
     modules = [each.kernel.__module__ for each in sources.starts]
     assert [name for name in modules if ".hopper." in name] == WIDE_KERNELS
 
 
+@pytest.mark.parametrize("head_dim", MANY_PROGRAMS)
+def test_groups_that_share_a_tile_go_on_in_any_order(monkeypatch, sources, head_dim):
+    monkeypatch.setattr(sources.grids, "multiprocessors", lambda device: 12)
+    assert fault_of(sources, MANY_PROGRAMS[head_dim]) is None
+
+
+@pytest.mark.parametrize("name", WHOLE_WINDOWS)
+def test_windows_of_whole_boxes_equal_the_oracle(sources, name):
+    assert fault_of(sources, whole(name)) is None
+    modules = [each.kernel.__module__ for each in sources.starts]
+    assert [name for name in modules if ".hopper." in name] == WHOLE_KERNELS
+
+
 @pytest.mark.parametrize("edge", EDGE_RULES)
 def test_a_tile_of_keys_walks_over_the_groups_of_queries_that_see_it_and_no_others(sources, edge):
-    find, rules_of = sources.module(f"{emulator.PACKAGE}.hopper.boxes").seers_of, sources.grids._form
+    find, grids = sources.module(f"{emulator.PACKAGE}.hopper.boxes").seers_of, sources.grids
     for cells, window, stride in product((24, 48), (3, 8, 17, 24), (1, 2, 3, 8)):
         if stride > window:
             continue
         near = Neighbourhood((cells,), window, stride=stride, **EDGE_RULES[edge])
-        (axis,), rules = near.axes, rules_of(near, None).rules
+        (axis,), rules = near.axes, grids._form(near, None, grids._tiling_of(near)).rules
         for first in range(0, cells, 8):
             start, end = find(*(emulator.Value(np.int64(x)) for x in (first, cells, window)), 8, 2, rules)
             sees = axis.attends(torch.arange(cells)[:, None], torch.arange(first, min(first + 8, cells))).any(1)
@@ -329,7 +345,9 @@ def test_who_sees_a_key_of_a_long_axis_is_found_in_32_bits(sources, side, window
     keys = np.array([0, 1, side // 2, side - 2, side - 1])
     find = sources.module(f"{emulator.PACKAGE}.hopper.boxes").seers_of
     numbers = (emulator.Value(np.array(x, np.int32)) for x in (keys, side, window))
-    found = [x.array for x in find(*numbers, 1, 2, sources.grids._form(near, None).rules)]
+    found = [
+        x.array for x in find(*numbers, 1, 2, sources.grids._form(near, None, sources.grids._tiling_of(near)).rules)
+    ]
     for key, start, end in zip(keys.tolist(), *found, strict=True):
         right = near.axes[0].attends(torch.arange(side), torch.tensor(key)).nonzero().squeeze(1)
         assert torch.equal(right, torch.arange(max(start, -side), min(end, 2 * side)).remainder(side).sort().values)

@@ -26,7 +26,19 @@ from cases import (
 )
 from cases import attended as by_backend
 from cases import drawn as tokens
-from drawn_grids import BOXED, CASES, QUERY_BOXES, biased, boxed_part, drawn, expected, wide
+from drawn_grids import (
+    BOXED,
+    CASES,
+    MANY_PROGRAMS,
+    QUERY_BOXES,
+    WHOLE,
+    biased,
+    boxed_part,
+    drawn,
+    expected,
+    whole,
+    wide,
+)
 from oracle import attending, bias_of
 
 from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
@@ -51,6 +63,10 @@ GRIDS = {  # shape, window, heads, kv_heads, head_dim, and other rules
     "a window for a tile": ((96, 128), (48, 32), 2, 1, 128, {"stride": 16}),
     "wide": ((96, 100), 17, 2, 1, 160, {}),
     "wide volume": ((12, 24, 24), (6, 8, 8), 2, 2, 256, {"stride": (1, 4, 8)}),
+    "wide globe": ((60, 120), (13, 25), 4, 2, 192, {"edge": ("clip", "wrap")}),
+    "whole boxes of a volume": ((16, 32, 40), (6, 8, 24), 2, 1, 128, {"stride": (4, 8, 8)}),
+    "whole boxes of a line": ((8000,), 512, 2, 1, 80, {"stride": 128}),
+    "small windows": ((130, 140), (3, 5), 2, 2, 128, {"edge": ("clip", "shift")}),
 }
 
 
@@ -86,7 +102,15 @@ def inputs_of(name: str, dtype=torch.bfloat16, extra=0) -> tuple[Neighbourhood, 
 @pytest.mark.parametrize(
     "case",
     list(
-        AllPairs([list(filter(is_served, RULES)), list(HEADS), list(MORE), list(NORM_TOLERANCE), [16, 40, 64, 80, 128]])
+        AllPairs(
+            [
+                list(filter(is_served, RULES)),
+                list(HEADS),
+                list(MORE),
+                list(NORM_TOLERANCE),
+                [16, 40, 64, 80, 128, 160, 256],
+            ]
+        )
     ),
     ids=lambda case: "-".join(map(str, case)),
 )
@@ -112,7 +136,11 @@ def test_a_box_of_queries_is_the_oracles(rules, dtype):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(each(n), id=f"{each.__name__} {n}") for each in (drawn, wide) for n in range(len(CASES))],
+    [
+        *(pytest.param(each(n), id=f"{each.__name__} {n}") for each in (drawn, wide) for n in range(len(CASES))),
+        *(pytest.param(whole(name), id=f"whole {name}") for name in WHOLE),
+        *(pytest.param(case, id=f"many programs {head_dim}") for head_dim, case in MANY_PROGRAMS.items()),
+    ],
 )
 def test_what_the_emulator_runs_is_right_here_too(case):
     given, dout, masks, (out, lse, *grads) = expected(case)
@@ -124,7 +152,7 @@ def test_what_the_emulator_runs_is_right_here_too(case):
     assert_right([x.cpu() for x in found], (out, lse, *grads[:count]), case.dtype)
 
 
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 192])
 @pytest.mark.parametrize("part", [*BOXED, *QUERY_BOXES, "large"])
 def test_a_part_of_a_grid_is_what_it_is_in_the_whole(part, head_dim):
     large = boxed(Neighbourhood((90, 100), (17, 9)), ranges(10, 70, 20, 100), ranges(20, 70, 20, 90))
@@ -141,7 +169,9 @@ def test_grids_of_many_tiles_are_right(name, dtype):
 @pytest.mark.parametrize("name", GRIDS)
 def test_bits_repeat(name):
     near, given = inputs_of(name)
-    assert all(map(torch.equal, attended(given, near), attended(given, near)))
+    first = attended(given, near)
+    for _ in range(20 if "wide" in name else 1):
+        assert all(map(torch.equal, first, attended(given, near)))
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "odd stride", "odd start", "expanded"])

@@ -1,7 +1,7 @@
 """The kernels' sources, edited as `mutations` lists it, fail: the emulated cases see every planted fault."""
 
 import pytest
-from drawn_grids import BOXED, SPECIAL, special, wide
+from drawn_grids import BOXED, MANY_PROGRAMS, SPECIAL, special, whole, wide
 from drawn_grids import CASES as GRIDS
 from drawn_grids import drawn as drawn_grid
 from mutations import MUTATIONS, Mutation
@@ -36,6 +36,11 @@ def is_seen(mutation: Mutation, case: int | str) -> bool:
         cases = [drawn_grid(int(case.removeprefix("bias ")))._replace(has_bias=True)]
     elif str(case).startswith("wide "):
         cases = [wide(int(case.removeprefix("wide ")))]
+    elif case == "many programs":
+        sources.grids.multiprocessors = lambda device: 12
+        cases = [MANY_PROGRAMS[192]]
+    elif str(case).startswith("whole "):
+        cases = [whole(case.removeprefix("whole "))]
     else:
         cases = special(case) if case in SPECIAL else [drawn_grid(case)]
     return any(test_emulated_grid.fault_of(sources, each) for each in cases)

@@ -31,7 +31,8 @@ class Rules(NamedTuple):
     """Constants that a kernel is compiled for, with a value for each of three axes."""
 
     box: tuple[int, int, int]  # cells along each axis, 64 in all
-    stack: int  # the axis along which the two groups lie next to each other
+    keys: tuple[int, int, int]  # the same of a box of keys: `box`, or one of 128 where windows are whole boxes
+    stack: int  # the axis along which the two groups lie next to each other; none (-1) where they share a box
     stride: tuple[int, int, int]
     is_causal: tuple[bool, bool, bool]
     edge: tuple[int, int, int]  # indices in patterns.neighbourhood.EDGES
@@ -48,15 +49,21 @@ def side(rules, axis):
 
 
 @gluon.constexpr_function
+def key_side(rules, axis):
+    """Cells of a box of keys along an axis."""
+    return rules.keys[axis]
+
+
+@gluon.constexpr_function
 def size(rules, axis):
-    """Cells of both groups along an axis."""
+    """Cells of a tile along an axis."""
     return rules.box[axis] * (2 if axis == rules.stack else 1)
 
 
 @gluon.constexpr_function
 def before(rules, axis):
-    """Cells of a box along all earlier axes."""
-    return (1, rules.box[0], rules.box[0] * rules.box[1])[axis]
+    """Cells of a box of keys along all earlier axes."""
+    return (1, rules.keys[0], rules.keys[0] * rules.keys[1])[axis]
 
 
 @gluon.constexpr_function
@@ -190,6 +197,14 @@ def ranks_of(number, corner, RULES: gl.constexpr):
 
 
 @gluon.jit
+def key_ranks_of(number, corner, RULES: gl.constexpr):
+    """The same of a box of keys."""
+    SIDE1: gl.constexpr = key_side(RULES, 1)
+    SIDE2: gl.constexpr = key_side(RULES, 2)
+    return corner[0] + number // (SIDE1 * SIDE2), corner[1] + number // SIDE2 % SIDE1, corner[2] + number % SIDE2
+
+
+@gluon.jit
 def is_there(ranks, stop):
     """Whether ranks lie before the end of the grid, or of its computed part."""
     return (ranks[0] < stop[0]) & (ranks[1] < stop[1]) & (ranks[2] < stop[2])
@@ -236,7 +251,7 @@ def reaches_of(place, windows, axes, RULES: gl.constexpr, OF_KEYS: gl.constexpr)
 def _reach(place, windows, axes, AXIS: gl.constexpr, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
     if not exists(RULES, AXIS):
         return Reach(1, 0, 1, 1, 1, 0, False)
-    SIDE: gl.constexpr = side(RULES, AXIS)
+    SIDE: gl.constexpr = key_side(RULES, AXIS)  # boxes of queries are as large
     SIZE: gl.constexpr = size(RULES, AXIS)
     STRIDE: gl.constexpr = stride(RULES, AXIS)
     CAUSAL: gl.constexpr = causal(RULES, AXIS)
@@ -306,9 +321,9 @@ def box_of(step, reaches, axes, RULES: gl.constexpr):
         j0, j1, j2 = step[1], step[0], step[2]
     else:
         j0, j1, j2 = step[1], step[2], step[0]
-    first0, rank0, left0 = _along(j0, reaches[0], axes.m[0], side(RULES, 0), edge(RULES, 0))
-    first1, rank1, left1 = _along(j1, reaches[1], axes.m[1], side(RULES, 1), edge(RULES, 1))
-    first2, rank2, left2 = _along(j2, reaches[2], axes.m[2], side(RULES, 2), edge(RULES, 2))
+    first0, rank0, left0 = _along(j0, reaches[0], axes.m[0], key_side(RULES, 0), edge(RULES, 0))
+    first1, rank1, left1 = _along(j1, reaches[1], axes.m[1], key_side(RULES, 1), edge(RULES, 1))
+    first2, rank2, left2 = _along(j2, reaches[2], axes.m[2], key_side(RULES, 2), edge(RULES, 2))
     return Box((first0, first1, first2), (rank0, rank1, rank2), (left0, left1, left2))
 
 

@@ -206,13 +206,13 @@ def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl
     ranks = boxes.ranks_of(number, box.corner, RULES)
     is_query = boxes.is_there(ranks, boxes.launch_queries(axes, RULES).stop)  # [GROUP_ROWS]
     row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
-    shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=is_query, other=float("inf"))))
+    shared.lse_rows.index(stage).store(as_exponent(gl.load(lse + row, mask=is_query, other=float("inf"))))
     shared.delta_rows.index(stage).store(gl.load(delta + row, mask=is_query, other=0.0))
     mbarrier.arrive(shared.full.index(stage))
 
 
 @gluon.jit
-def _as_exponent(lse):
+def as_exponent(lse):
     """lse to base 2, and inf for a query without keys: its weights are then 0."""
     return gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
 
@@ -250,7 +250,7 @@ def _differentiate_queries(
             bias_unit = biases.begin(sums, place.h, turn)
         is_query = boxes.is_there(ranks, queries.stop)  # [GROUP_ROWS]
         row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
-        lse_row = _as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
+        lse_row = as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
         delta_row = gl.load(delta + row, mask=is_query, other=0.0)  # [GROUP_ROWS]
         buffer = turn % shared.tile_full.shape[0]
         await_tile(shared, turn)
@@ -484,16 +484,11 @@ def _differentiate_keys(
                 late_weights, late_slopes, dv_acc, dk_acc, shared, last
             )  # [GROUP_ROWS, BLOCK_D] each
         if PADDING:
-            ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), corner, RULES)
-            cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-            padding_ptrs = padding + cell + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
-            weighs = (gl.load(padding_ptrs, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[
-                :, None
-            ]  # [GROUP_ROWS, 1]
+            weighs = weighing(BLOCK_D, padding, corner, place, axes, RULES)  # [GROUP_ROWS, 1]
             dk_acc, dv_acc = gl.where(weighs, dk_acc, 0.0), gl.where(weighs, dv_acc, 0.0)  # [GROUP_ROWS, BLOCK_D] each
         if IN_FLOAT:
-            _store(dk_acc * scale, dk, corner, place, axes, heads // group, RULES, IN_FLOAT)
-            _store(dv_acc, dv, corner, place, axes, heads // group, RULES, IN_FLOAT)
+            store(dk_acc * scale, dk, corner, place, axes, heads // group, RULES, IN_FLOAT)
+            store(dv_acc, dv, corner, place, axes, heads // group, RULES, IN_FLOAT)
         else:
             own_tile = 2 * buffer + NUMBER
             boxes.send(dk_acc * scale, shared.x_tiles, own_tile, dk, corner, boxes.moved(place.g, place, k_moves))
@@ -522,11 +517,23 @@ def _late_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last):
 
 
 @gluon.jit
-def _store(values, to, corner, place, axes, kv_heads, RULES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Write a group's rows to a dense tensor, in their dtype."""
+def weighing(COLUMNS: gl.constexpr, padding, corner, place, axes, RULES: gl.constexpr):
+    """Whether the keys of a group have weight, for gradients of so many columns."""
+    number = gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, tiles.product_layout(COLUMNS)))  # [GROUP_ROWS]
+    ranks = boxes.ranks_of(number, corner, RULES)
+    cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
+    padding_ptrs = padding + cell + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
+    return (gl.load(padding_ptrs, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[:, None]
+
+
+@gluon.jit
+def store(
+    values, to, corner, place, axes, kv_heads, RULES: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMN: gl.constexpr = 0
+):  # fmt: skip
+    """Write a group's rows to the columns from one on of a dense tensor, in their dtype."""
     ranks = boxes.ranks_of(gl.arange(0, values.shape[0], gl.SliceLayout(1, values.type.layout)), corner, RULES)
-    column = gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]  # [1, BLOCK_D]
+    column = COLUMN + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]  # [1, columns]
     row = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
     row = row + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
-    ptrs = to + ((row * kv_heads + place.g) * HEAD_DIM)[:, None] + column  # [GROUP_ROWS, BLOCK_D]
+    ptrs = to + ((row * kv_heads + place.g) * HEAD_DIM)[:, None] + column  # [GROUP_ROWS, columns]
     gl.store(ptrs, values, mask=boxes.is_there(ranks, axes.m)[:, None] & (column < HEAD_DIM))

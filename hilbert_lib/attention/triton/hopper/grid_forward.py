@@ -67,12 +67,15 @@ def forward_kernel(
     B0: gl.constexpr = boxes.side(RULES, 0)
     B1: gl.constexpr = boxes.side(RULES, 1)
     B2: gl.constexpr = boxes.side(RULES, 2)
+    K0: gl.constexpr = boxes.key_side(RULES, 0)
+    K1: gl.constexpr = boxes.key_side(RULES, 1)
+    K2: gl.constexpr = boxes.key_side(RULES, 2)
     # Registers of the second group. With two programs, the first group has those that it and the copying warp leave.
     REGISTERS: gl.constexpr = 240 if holds_queries(BLOCK_D) else 104
     out_tiles = gl.allocate_shared_memory(dtype, [2, B0, B1, B2, 1, BLOCK_D], q.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], q.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], k.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], v.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, K0, K1, K2, 1, BLOCK_D], k.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, K0, K1, K2, 1, BLOCK_D], v.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -304,7 +307,7 @@ def softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.cons
     """`steps.softmax`, with the mask of the last axis where `masks.is_apart`."""
     if masks.is_apart(RULES):
         shaped = masks.apart(scores, RULES)  # [GROUP_ROWS, columns, SIDE]
-        sees_cell = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, SIDE]
+        sees_cell = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, KEY_SIDE]
         largest = gl.convert_layout(gl.max(shaped, 1), sees_cell.type.layout)  # [GROUP_ROWS, SIDE]
         largest = gl.convert_layout(
             gl.max(gl.where(sees_cell, largest, float("-inf")), 1), m.type.layout

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache, partial
+from itertools import product
 from math import ceil, gcd, prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -21,9 +22,10 @@ from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 
-# Number of axes of a grid -> cells of a box along each of three axes; and the axis along which two groups make a tile.
+# Number of axes of a grid -> cells of a box along each of three axes; and the axes along which two groups may make a
+# tile, of which the first is taken unless another one lets a tile's queries share their window.
 BOXES = {1: ((1, 1, 64),), 2: ((1, 8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))}
-STACK = {1: 2, 2: 1, 3: 1}
+STACKS = {1: (2,), 2: (1, 2), 3: (1, 2)}
 EXTRA_BOX = (1, 1, 64)
 
 # (columns, whether tiles are of keys) -> boxes in the backward's two rings, as many as shared memory has room for. dq
@@ -32,6 +34,15 @@ RINGS = {(64, False): (4, 4), (64, True): (4, 4), (128, False): (4, 2), (128, Tr
 
 # Columns past 128 of a wide row -> boxes of k and of v in the forward's rings, and buffers of queries.
 WIDE = {64: (2, 3, 2), 128: (2, 3, 1)}
+
+# Columns past 128 of a wide row -> boxes in the two rings of its backward, of dq and of dk and dv.
+WIDE_RINGS = {(64, False): (4, 2), (64, True): (4, 2), (128, False): (3, 1), (128, True): (2, 2)}
+# Number of axes of a grid -> cells of a box of 128 keys, of which windows may be made up.
+WHOLE = {1: ((1, 1, 128),), 2: ((1, 16, 8), (1, 8, 16)), 3: ((2, 8, 8), (4, 8, 4), (4, 4, 8), (2, 4, 16))}
+WHOLE_EXTRA = (1, 1, 128)
+# Number of axes of a grid -> other boxes of 64 keys for the forward, which small windows meet fewer of.
+SMALL = {1: (), 2: ((1, 4, 16), (1, 16, 4)), 3: ()}
+NO_STACK = -1  # for `boxes.Rules`: a tile is one box, which both groups of warps share
 
 BUFFERS = 2  # of tiles: the next one is copied while the groups work on this one
 # Shared memory for the sums of the gradient of a bias: columns -> (bytes, boxes in dq's rings, buffers of tiles), least
@@ -65,7 +76,7 @@ def refusal(q: Tensor, request: Request) -> str:
 
 
 def is_wide(q: Tensor) -> bool:
-    """Whether rows are two parts of columns: the forward has a kernel of its own, and the backward is the plain one."""
+    """Whether rows are two parts of columns, for which there are kernels of their own."""
     return q.shape[-1] > 128
 
 
@@ -80,7 +91,9 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     inputs = Tensors(*_as_read(inputs.with_rows, request), as_contiguous(inputs.bias))
     q, k, v, extra_k, extra_v, _ = inputs
     made = Made(q.shape, q.dtype), Made(plain.by_row(q), torch.float32), FLAG, *_tables(inputs, request, 1)
-    kernel, moves, constants = _forward_kernel(q)
+    if tiling := _whole_boxes(q, request):
+        return _forward_of_whole_boxes(inputs, request, tiling, made[:2])
+    kernel, moves, constants = _forward_kernel(q, request)
 
     def starts(out: Tensor, lse: Tensor, flag: Tensor, table: Tensor | None) -> list[Start]:
         tensors = (q, k, v), (extra_k, extra_v), (out,)
@@ -94,7 +107,79 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     return start(starts, call, "grid forward on hopper", *request.options, made=made, finish=itemgetter(0, 1))
 
 
-def _forward_kernel(q: Tensor) -> tuple:
+def _whole_boxes(q: Tensor, request: Request) -> "_Tiling | None":
+    # Tiles and boxes of 128 keys of which all windows of a call are made up, if there are such.
+    is_plain = not request.has_bias and request.part is None and request.key_padding_mask is None
+    if not is_plain or request.extra_padding_mask is not None or not 64 < q.shape[-1] <= 128:
+        return None
+    return _tiling_of_whole_windows(request.neighbourhoods)
+
+
+@lru_cache(maxsize=256)
+def _tiling_of_whole_windows(neighbourhoods: tuple[Neighbourhood, ...]) -> "_Tiling | None":
+    # Tiles whose queries share their window, the fewest, and a box of 128 keys of which all windows are made up.
+    first, ndim = neighbourhoods[0], len(neighbourhoods[0].axes)
+    cells = tuple(axis.cells for axis in plain.axes_of(first))
+
+    def is_made_up(tiling: _Tiling, near: Neighbourhood) -> bool:
+        return all(
+            axis.edge == "shift"
+            and not axis.is_causal
+            and axis.window <= axis.cells // axis.dilation
+            and axis.window % keys == 0
+            and (axis.stride % queries == 0 or axis.window == axis.cells // axis.dilation)
+            for axis, keys, queries in zip(plain.axes_of(near), tiling.keys, tiling.tile, strict=True)
+        )
+
+    tilings = (_Tiling(*each) for each in product(BOXES[ndim], WHOLE[ndim], STACKS[ndim]))
+    fitting = [each for each in tilings if all(is_made_up(each, near) for near in neighbourhoods)]
+    return min(fitting, key=lambda each: _tiles(first, each.tile, cells), default=None)
+
+
+def _forward_of_whole_boxes(inputs: Tensors, request: Request, tiling: "_Tiling", made: tuple) -> tuple:
+    with importing("the module of the forward by whole boxes"):
+        from hilbert_lib.attention.triton.hopper.grid_whole import MOVES, whole_kernel
+
+    q, k, v, extra_k, extra_v, _ = inputs
+
+    def starts(out: Tensor, lse: Tensor) -> list[Start]:
+        tensors = (q, k, v), (extra_k, extra_v), (out,)
+        return [
+            _start(
+                whole_kernel,
+                MOVES,
+                (lse,),
+                tensors,
+                (q, out),
+                inputs,
+                request,
+                None,
+                q.shape[2],
+                tiling=tiling,
+                STAGES=2,
+            )
+        ]
+
+    call = (*inputs, *plain.tensors_of(request, q.device))
+    return start(starts, call, "grid forward of whole boxes on hopper", *request.options, made=made)
+
+
+def _tiling_of_forward(request: Request) -> "_Tiling":
+    # With the box of 64 keys that a group meets fewest of. Tiles of a bias have the form of a group's.
+    near = request.neighbourhoods[0]
+    tiling = _tiling_of(near)
+    if request.has_bias:
+        return tiling
+    axes = plain.axes_of(near)
+    seen = [_seen(axis, size, is_strided=False) for axis, size in zip(axes, tiling.box, strict=True)]
+
+    def count(keys: tuple[int, int, int]) -> int:
+        return prod(ceil(cells / side) for cells, side in zip(seen, keys, strict=True))
+
+    return tiling._replace(keys=min((tiling.box, *SMALL[len(near.axes)]), key=count))
+
+
+def _forward_kernel(q: Tensor, request: Request) -> tuple:
     # The kernel of the forward, its names of steps, and the constants of its launch.
     with importing("the module of the forward by boxes"):
         from hilbert_lib.attention.triton.hopper import grid_forward, grid_wide
@@ -103,7 +188,7 @@ def _forward_kernel(q: Tensor) -> tuple:
         stages, v_stages, buffers = WIDE[_parts_of(q)[1]]
         constants = {"STAGES": stages, "V_STAGES": v_stages, "BUFFERS": buffers}
         return grid_wide.wide_kernel, grid_wide.MOVES, constants
-    constants = {"STAGES": 4}
+    constants = {"STAGES": 4, "tiling": _tiling_of_forward(request)}
     if not grid_forward.holds_queries(columns_of(q)):
         constants |= {"maxnreg": 80, "programs": 2}
     return grid_forward.forward_kernel, grid_forward.MOVES, constants
@@ -113,10 +198,9 @@ def backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
 ) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from out and lse. The bits are the same every time."""
-    if is_wide(inputs.q):
-        return plain.backward(dout, inputs, out, lse, request, dlse)
     with importing("the module of the backward by boxes"):
         from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
+        from hilbert_lib.attention.triton.hopper.grid_wide_backward import wide_backward_kernel
 
     request = on_its_keys(request) if request.part else request
     in_float = request.part is not None and request.part.in_float
@@ -141,17 +225,18 @@ def backward(
             of_tables = _of_tables(inputs.bias, request, tables[0], flipped=tables[1], sums=sums, bounds=bounds)
             launches = [of_tables, _of_bounds(dout, out, lse, dlse, inputs, request, delta, bounds)]
         for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
-            (stages, b_stages), buffers = RINGS[columns_of(q), tensors is of_keys], BUFFERS
+            kernel, rings = (wide_backward_kernel, WIDE_RINGS) if is_wide(q) else (backward_kernel, RINGS)
+            (stages, b_stages), buffers = rings[_parts_of(q)[-1], tensors is of_keys], BUFFERS
             if inputs.bias is not None and tensors is of_queries:
                 (stages, b_stages), buffers = _beside_sums(columns_of(q), request)
             constants = {"STAGES": stages, "B_STAGES": b_stages, "BUFFERS": buffers, "OF_KEYS": tensors is of_keys}
+            if is_wide(q):
+                constants["tiling"] = _tiling_of(request.neighbourhoods[0])._replace(stack=NO_STACK)
             constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             constants |= {"dbias": sums, "bounds": bounds} if tensors is of_queries else {"dbias": None, "bounds": None}
             by_query = q, dout, grads.q
             launches.append(
-                _start(
-                    backward_kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, table, heads, **constants
-                )
+                _start(kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, table, heads, **constants)
             )
         if extra_k.shape[1]:
             launches.append(plain.of_keys(dout, inputs, lse, delta, request, grads, extra=True))
@@ -167,27 +252,35 @@ def backward(
 
 def _start(
     kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple, inputs: Tensors, request: Request,
-    table: Tensor | None, heads: int, *, programs: int = 1, **named,
+    table: Tensor | None, heads: int, *, programs: int = 1, tiling: "_Tiling | None" = None,
+    **named,
 ) -> Start:  # fmt: skip
     # The launch for the tiles of `heads` heads, with `programs` on a multiprocessor. tensors: (tensors on the grid that
     # are read, extra keys, results). by_query: those of them with a row for each query. moves: argument names of steps
-    # along axes of heads, of the read tensors, of the results, and of the extra keys. table: of bias.
+    # along axes of heads, of the read tensors, of the results, and of the extra keys. table: of bias. tiling: unless
+    # it is that of `_tiling_of`.
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
 
-    q, (read, extra, results), form = inputs.q, tensors, _form(request.neighbourhoods[0], request.part)
+    near = request.neighbourhoods[0]
+    q, (read, extra, results), form = inputs.q, tensors, _form(near, request.part, tiling or _tiling_of(near))
     parts, count, grid = _parts_of(q), extra[0].shape[1], [*read, *results]
     of_queries = [any(x is tensor for tensor in by_query) for x in grid]
     extents = [(form.rows if is_of_queries else form.shape, form.dilation) for is_of_queries in of_queries]
+    sides = [form.rules.box if is_of_queries else form.rules.keys for is_of_queries in of_queries]
     described = [
-        x if x.dtype == torch.float32 else descriptors.described(x, *extent, form.rules.box, columns)
-        for x, extent in zip(grid, extents, strict=True)
+        x if x.dtype == torch.float32 else descriptors.described(x, *extent, box, columns)
+        for x, extent, box in zip(grid, extents, sides, strict=True)
         for columns in parts
     ]
     end = len(read) * len(parts)  # of descriptors of what is read on the grid
     extra_described = described[end - 2 * len(parts) : end]
     if count:
         extra_described = [
-            descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra for columns in parts
+            descriptors.described(
+                x, (1, 1, count), (1, 1, 1), WHOLE_EXTRA if prod(form.rules.keys) == 128 else EXTRA_BOX, columns
+            )
+            for x in extra
+            for columns in parts
         ]
     described[end:end] = extra_described
     steps = [step for x, extent in zip(grid, extents, strict=True) for step in descriptors.steps_of(x, *extent)]
@@ -327,6 +420,18 @@ def multiprocessors(device: torch.device) -> int:
     return get_gpu_info(device).multiprocessors
 
 
+class _Tiling(NamedTuple):
+    """Cells of a group's box, of a box of keys, and the axis along which two groups make a tile, or NO_STACK."""
+
+    box: tuple[int, int, int]
+    keys: tuple[int, int, int]
+    stack: int
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        return tuple(side * (1 + (n == self.stack)) for n, side in enumerate(self.box))
+
+
 class _Form(NamedTuple):
     """Sizes along three axes that all launches for a grid share."""
 
@@ -350,14 +455,9 @@ def _box_of(near: Neighbourhood) -> tuple[int, int, int]:
         return _tiles(near, sizes, cells) * boxes
 
     def work(box: tuple[int, int, int]) -> tuple[int, int]:
-        return copies(box, box), copies(box, _tile_of(box, ndim)) if is_strided else 0
+        return copies(box, box), copies(box, _Tiling(box, box, STACKS[ndim][0]).tile) if is_strided else 0
 
     return min(BOXES[ndim], key=work)
-
-
-def _tile_of(box: tuple[int, int, int], ndim: int) -> tuple[int, ...]:
-    # Cells of both groups of a tile along each axis.
-    return tuple(side * (1 + (n == STACK[ndim])) for n, side in enumerate(box))
 
 
 def _seen(axis: Axis, size: int, is_strided: bool) -> int:
@@ -374,8 +474,14 @@ def _tiles(near: Neighbourhood, sizes: Iterable[int], cells: tuple[int, ...]) ->
     return prod(x.dilation * ceil(n // x.dilation / size) for n, x, size in zip(cells, axes, sizes, strict=True))
 
 
+def _tiling_of(near: Neighbourhood) -> "_Tiling":
+    # The tiles of a launch that has no other reason.
+    box = _box_of(near)
+    return _Tiling(box, box, STACKS[len(near.axes)][0])
+
+
 @lru_cache(maxsize=256)
-def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
+def _form(near: Neighbourhood, part: GridPart | None, tiling: "_Tiling") -> _Form:
     from hilbert_lib.attention.triton.hopper.boxes import Rules
 
     axes, ndim = plain.axes_of(near), len(near.axes)
@@ -384,20 +490,20 @@ def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
     first = (1,) * (3 - ndim)
     rows, queries = ((*first, *map(len, x)) for x in (part.rows, part.queries)) if part else (shape, shape)
 
-    box = _box_of(near)
     rules = Rules(
-        box, STACK[ndim], tuple(axis.stride for axis in axes), tuple(axis.is_causal for axis in axes),
+        *tiling, tuple(axis.stride for axis in axes), tuple(axis.is_causal for axis in axes),
         tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation), part is not None,
     )  # fmt: skip
-    both = _tile_of(box, ndim)
-    return _Form(shape, rows, dilation, (_tiles(near, both, queries), _tiles(near, both, shape)), rules)
+    tiles = _tiles(near, tiling.tile, queries), _tiles(near, tiling.tile, shape)
+    return _Form(shape, rows, dilation, tiles, rules)
 
 
 def _as_read(inputs: Sequence[Tensor], request: Request) -> list[Tensor]:
     # The fields of `Tensors`, and perhaps dout. A tensor that the copy engine cannot read is copied once.
     from hilbert_lib.attention.triton.hopper.box_descriptors import is_reached
 
-    form = _form(request.neighbourhoods[0], request.part)
+    near = request.neighbourhoods[0]
+    form = _form(near, request.part, _tiling_of(near))
     q_extent, k_extent = (form.rows, form.dilation), (form.shape, form.dilation)
     extra_extent = ((1, 1, inputs[3].shape[1]), (1, 1, 1))
     extents = q_extent, k_extent, k_extent, extra_extent, extra_extent, q_extent

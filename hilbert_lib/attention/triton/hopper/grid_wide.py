@@ -50,9 +50,9 @@ def wide_kernel(
     EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
     """Output, lse and flag of tiles of 128 queries, as of `grid_forward`. Its tensors are descriptors of a part."""
-    q_tiles = _allocated(q_low, q_high, 2 * BUFFERS, BLOCK_E, RULES)
-    k_tiles = _allocated(k_low, k_high, STAGES, BLOCK_E, RULES)
-    v_tiles = _allocated(v_low, v_high, V_STAGES, BLOCK_E, RULES)
+    q_tiles = allocated(q_low, q_high, 2 * BUFFERS, BLOCK_E, RULES)
+    k_tiles = allocated(k_low, k_high, STAGES, BLOCK_E, RULES)
+    v_tiles = allocated(v_low, v_high, V_STAGES, BLOCK_E, RULES)
     tile_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     tile_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -88,7 +88,7 @@ def wide_kernel(
 
 
 @gluon.jit
-def _allocated(low, high, COUNT: gl.constexpr, BLOCK_E: gl.constexpr, RULES: gl.constexpr):
+def allocated(low, high, COUNT: gl.constexpr, BLOCK_E: gl.constexpr, RULES: gl.constexpr):
     """Room for tiles of both parts of a tensor."""
     B0: gl.constexpr = boxes.side(RULES, 0)
     B1: gl.constexpr = boxes.side(RULES, 1)
@@ -174,8 +174,14 @@ def _fetch_v(low, high, corner, head_at, shared, block):
 def _fetch(low, high, corner, head_at, parts, full, stage):
     """Copy both parts of a box to a stage."""
     mbarrier.expect(full.index(stage), low.block_type.nbytes + high.block_type.nbytes)
-    boxes.fetch(low, [corner[0], corner[1], corner[2], head_at, 0], full.index(stage), parts.low.index(stage))
-    boxes.fetch(high, [corner[0], corner[1], corner[2], head_at, LOW], full.index(stage), parts.high.index(stage))
+    fetched(low, high, corner, head_at, parts, full.index(stage), stage)
+
+
+@gluon.jit
+def fetched(low, high, corner, head_at, parts, full, stage):
+    """Copy both parts of a box to one of the tiles; the barrier expects them."""
+    boxes.fetch(low, [corner[0], corner[1], corner[2], head_at, 0], full, parts.low.index(stage))
+    boxes.fetch(high, [corner[0], corner[1], corner[2], head_at, LOW], full, parts.high.index(stage))
 
 
 @gluon.jit

@@ -93,8 +93,8 @@ def sees(sights, box, RULES: gl.constexpr):
     Only the axis of the groups decides. Along the others both groups see all boxes of their tile.
     """
     if boxes.stack(RULES) == 1:
-        return _overlaps(sights[1], box.rank[1], box.left[1], boxes.side(RULES, 1))
-    return _overlaps(sights[2], box.rank[2], box.left[2], boxes.side(RULES, 2))
+        return _overlaps(sights[1], box.rank[1], box.left[1], boxes.key_side(RULES, 1))
+    return _overlaps(sights[2], box.rank[2], box.left[2], boxes.key_side(RULES, 2))
 
 
 @gluon.jit
@@ -156,7 +156,7 @@ def _of_grid(scores, sights, box, place, axes, padding, RULES: gl.constexpr, PAD
 @gluon.jit
 def _cut_off(scores, sight, rank, left, m, AXIS: gl.constexpr, RULES: gl.constexpr):
     if boxes.exists(RULES, AXIS):
-        SIDE: gl.constexpr = boxes.side(RULES, AXIS)
+        SIDE: gl.constexpr = boxes.key_side(RULES, AXIS)
         WRAPS: gl.constexpr = boxes.edge(RULES, AXIS) == WRAP
         is_cut = (rank < sight.full_begin) | (rank + SIDE > sight.full_end)
         if WRAPS:
@@ -174,39 +174,41 @@ def _cut_off(scores, sight, rank, left, m, AXIS: gl.constexpr, RULES: gl.constex
 @gluon.jit
 def _seen(cell, sight, rank, left, m, WRAPS: gl.constexpr):
     """Whether each row sees each cell of a box along an axis."""
-    cell = cell[None, :]  # [1, SIDE]
+    cell = cell[None, :]  # [1, columns]
     ROWS: gl.constexpr = gl.SliceLayout(1, cell.type.layout)
-    ahead = cell - (gl.convert_layout(sight.low, ROWS) - rank)[:, None]  # [GROUP_ROWS, SIDE]
+    ahead = cell - (gl.convert_layout(sight.low, ROWS) - rank)[:, None]  # [GROUP_ROWS, columns]
     if WRAPS:
-        ahead = gl.where(ahead < 0, ahead + m, ahead)  # [GROUP_ROWS, SIDE]
-    sees_cell = _is_below(ahead, gl.convert_layout(sight.length, ROWS)[:, None])  # [GROUP_ROWS, SIDE]
+        ahead = gl.where(ahead < 0, ahead + m, ahead)  # [GROUP_ROWS, columns]
+    sees_cell = _is_below(ahead, gl.convert_layout(sight.length, ROWS)[:, None])  # [GROUP_ROWS, columns]
     if WRAPS:
-        sees_cell = sees_cell & (cell < left)  # [GROUP_ROWS, SIDE]
+        sees_cell = sees_cell & (cell < left)  # [GROUP_ROWS, columns]
     return sees_cell
 
 
 @gluon.constexpr_function
 def is_apart(rules):
     """Whether the mask of the last axis is in the number subtracted from scores. A thread has two of eight cells."""
-    return rules.box[2] <= 8
+    return rules.keys[2] <= 8
 
 
 @gluon.jit
 def apart(scores, RULES: gl.constexpr):
     """Scores with an axis of their own for the cells along the last axis of a box."""
-    SIDE: gl.constexpr = boxes.side(RULES, 2)
+    SIDE: gl.constexpr = boxes.key_side(RULES, 2)
     return scores.reshape([scores.shape[0], scores.shape[1] // SIDE, SIDE])
 
 
 @gluon.jit
 def seen_last(shaped, sights, box, axes, is_extra, RULES: gl.constexpr, EXTRA: gl.constexpr):
     """Whether each query sees each cell of a box along the last axis; it sees all extra keys."""
-    cell = gl.arange(0, boxes.side(RULES, 2), gl.SliceLayout(0, gl.SliceLayout(1, shaped.type.layout)))  # [SIDE]
+    cell = gl.arange(
+        0, boxes.key_side(RULES, 2), gl.SliceLayout(0, gl.SliceLayout(1, shaped.type.layout))
+    )  # [KEY_SIDE]
     sees_cell = _seen(
         cell, sights[2], box.rank[2], box.left[2], axes.m[2], boxes.edge(RULES, 2) == WRAP
-    )  # [GROUP_ROWS, SIDE]
+    )  # [GROUP_ROWS, KEY_SIDE]
     if EXTRA:
-        sees_cell = sees_cell | is_extra  # [GROUP_ROWS, SIDE]
+        sees_cell = sees_cell | is_extra  # [GROUP_ROWS, KEY_SIDE]
     return sees_cell
 
 
@@ -214,7 +216,7 @@ def seen_last(shaped, sights, box, axes, is_extra, RULES: gl.constexpr, EXTRA: g
 def weights_of(scores, away, sights, box, axes, is_extra, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
     """exp2 of `allowed` scores less a number of each row, and 0 where the last axis hides a cell."""
     if is_apart(RULES):
-        sees_cell = seen_last(apart(scores, RULES), sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, SIDE]
+        sees_cell = seen_last(apart(scores, RULES), sights, box, axes, is_extra, RULES, EXTRA)  # [GROUP_ROWS, KEY_SIDE]
         weights = weights_apart(scores, away, sees_cell, scale, RULES)  # [GROUP_ROWS, GROUP_ROWS]
     else:
         weights = gl.exp2(scores * (scale * LOG2_E) - away[:, None])  # [GROUP_ROWS, GROUP_ROWS]
@@ -288,7 +290,7 @@ def hidden(scores, seers, box, axes, RULES: gl.constexpr):
 def _without_padding(scores, padding, place, box, axes, RULES: gl.constexpr):
     """Scores, -inf for keys of a box without weight."""
     column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
-    ranks = boxes.ranks_of(column, box.corner, RULES)
+    ranks = boxes.key_ranks_of(column, box.corner, RULES)
     cells = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
     padding_ptrs = padding + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [rows]
     return gl.where(
