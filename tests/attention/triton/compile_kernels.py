@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import lru_cache
 from io import StringIO
 from itertools import product
 
@@ -460,11 +461,13 @@ def portable_kernels(architecture: int) -> dict[str, tuple]:
     return of_sequences | of_grids | of_lists
 
 
+@lru_cache(maxsize=1)  # several facts of one kernel follow from it
 def sass_of(kernel) -> str:
+    """The machine code as nvdisasm prints it; targets of indirect jumps, which take long to find, are left out."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -2,9 +2,11 @@
 
 import re
 from collections import Counter
+from functools import lru_cache
 from itertools import product
 
 
+@lru_cache(maxsize=1)
 def code_and_loops(sass: str) -> tuple[list[str], list[range]]:
     """The instructions that nvdisasm prints, without guards, and the loops among them."""
     code, labels = [], {}
