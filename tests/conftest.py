@@ -30,6 +30,8 @@ torch.set_num_threads(1)  # as in what the tests start, by the conftest.py above
 # for each width of vectors that the processor says it has.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+# Nor does torch.compile look for garbage after each compilation: what it left is seldom garbage.
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 # The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
 LONG = ("test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention", "test_operators")
 LONG += ("04_safe_benchmarking", "06_kernel_benchmarks", "06b_orders_and_counters")
@@ -49,6 +51,13 @@ def pytest_configure(config):
             from hastened import hasten
 
             hasten()
+
+
+def pytest_collection_finish():
+    # torch.compile times its guards with the processor's caches flushed, a tenth of a compilation, and logs the figure.
+    guards = sys.modules.get("torch._dynamo.guards")
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture
