@@ -1,6 +1,6 @@
 """One program of the emulator: its groups of warps, engines and barriers, and who goes on when.
 
-Each group is a thread, of which one runs at a time. At every operation on a barrier, a copy or a product the program
+Each group is a greenlet, of which one runs at a time. At every operation on a barrier, a copy or a product the program
 goes on with the first that can, of the groups, the copy engine and the tensor cores; their order is drawn for each
 program. So in some programs copies come as early and products as late as can be, in others the reverse: a missing wait
 reads what is not there yet, or not there any more. Where nothing can go on the program is stuck: that takes no time.
@@ -8,20 +8,16 @@ reads what is not there yet, or not there any more. Where nothing can go on the 
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
-from threading import Lock, Thread
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 from emulated_tiles import Fault
+from greenlet import GreenletExit, getcurrent, greenlet
 
 WARP = 32
 NAMED_BARRIERS = range(8, 16)  # those of the hardware that Triton does not take for itself
-
-
-class Stopped(Exception):
-    """Ends the other groups of a program in which one failed."""
 
 
 class Barriers:
@@ -68,12 +64,10 @@ class Queue(deque):
 
 
 class Group:
-    """A group of warps: its threads run as one, which holds the baton while it does."""
+    """A group of warps: its threads run as one, a greenlet."""
 
-    def __init__(self, warps: int):
-        self.threads = WARP * warps
-        self.baton = Lock()
-        self.baton.acquire()
+    def __init__(self, warps: int, flow: greenlet):
+        self.threads, self.flow = WARP * warps, flow
         self.products, self.sent = Queue(), Queue()  # of the tensor cores, and of the copy engine to global memory
         self.ready = lambda: True
         self.is_done = False
@@ -84,8 +78,8 @@ class Program:
 
     def __init__(self, name: str, ids: tuple[int, ...], grid: tuple[int, ...], warps: int):
         self.ids, self.grid, self.warps, self.random = ids, grid, warps, Random(f"{name} {ids}")
-        self.copies, self.named_barriers, self.failure = Queue(), {}, None
-        self.group = Group(warps)
+        self.copies, self.named_barriers = Queue(), {}
+        self.group = Group(warps, getcurrent())
         self.groups = [self.group]
         self._draw_order()
 
@@ -96,12 +90,11 @@ class Program:
 
     def wait(self, ready: Callable = lambda: True):
         """Goes on once `ready`; others may go on before."""
-        me = self.group
-        me.ready = ready
-        if self._hand_over() is not me:
-            me.baton.acquire()
-            if self.failure:
-                raise Stopped
+        self.group.ready = ready
+        group = self._next()
+        if group is not self.group:
+            self.group = group
+            group.flow.switch()
 
     def meet(self, number: int, threads: int, is_waited_for: bool):
         """Arrives at one of the hardware's named barriers, as each group does once before all `threads` have."""
@@ -118,56 +111,38 @@ class Program:
             here.come, here.turns = [], turn + 1
         self.wait(lambda: here.turns != turn or not is_waited_for)
 
-    def _hand_over(self) -> Group:
-        # Who goes on.
+    def _next(self) -> Group:
+        # The group that goes on.
         while True:
-            agent = next((each for each in self.agents if each.ready()), None)
-            if agent is None:
+            for agent in self.agents:
+                if agent.ready():
+                    break
+            else:
                 raise Fault("every group waits for what nothing brings about")
-            if isinstance(agent, Group):
-                if agent is not self.group:
-                    self.group = agent
-                    agent.baton.release()
+            if type(agent) is Group:
                 return agent
             agent.go_on()
 
     def split(self, parts: list[tuple[Callable, tuple]], warps: list[int]):
         """Runs a function in a group each, the first in place of the one that calls."""
-        main, parted = self.group, [Group(n) for n in (self.warps, *warps)]
+        main = self.group
+        parted = [
+            Group(n, greenlet(partial(self._run, *part))) for n, part in zip((self.warps, *warps), parts, strict=True)
+        ]
         self.groups += parted
         self._draw_order()
-        threads = [Thread(target=self._run, args=(group, *part)) for group, part in zip(parted, parts, strict=True)]
-        for thread in threads:
-            thread.start()
         try:
             self.wait(lambda: all(group.is_done for group in parted))
-        except Exception as failure:
-            self._fail(failure)
-        for thread in threads:
-            thread.join()
-        if self.failure:
-            raise self.failure
+        finally:
+            for group in parted:  # of a program in which one failed
+                if not group.flow.dead:
+                    group.flow.throw(GreenletExit)
         main.ready = lambda: True
 
-    def _run(self, group: Group, function: Callable, arguments: tuple):
-        torch.set_num_threads(1)  # of this thread's own products
-        group.baton.acquire()
-        try:
-            if not self.failure:
-                with np.errstate(all="ignore"):
-                    function(*arguments)
-                group.ready, group.is_done = lambda: False, True
-                self._hand_over()
-        except Stopped:
-            pass
-        except Exception as failure:
-            group.is_done = True
-            self._fail(failure)
-
-    def _fail(self, failure: Exception):
-        # Every other group ends where it waits.
-        if not self.failure:
-            self.failure = failure
-            for group in self.groups:
-                if group is not self.group and not group.is_done:
-                    group.baton.release()
+    def _run(self, function: Callable, arguments: tuple, *_of_who_ended):
+        with np.errstate(all="ignore"):
+            function(*arguments)
+        me = self.group
+        me.ready, me.is_done = lambda: False, True
+        self.group = self._next()
+        me.flow.parent = self.group.flow  # where it goes on once this one ends

@@ -1,11 +1,12 @@
 """Values, global memory and shared memory of the emulator: numpy arrays with the names that kernels use."""
 
+import operator
 from collections.abc import Callable
-from threading import local
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from greenlet import getcurrent
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -17,6 +18,7 @@ DTYPES = {
     torch.int64: gl.int64,
     torch.bool: gl.int1,
 }
+KNOWN_BY = {"e": gl.float32, "f": gl.float32, "d": gl.float32, "?": gl.int1}  # numpy's letters; others are integers
 
 
 class Fault(Exception):
@@ -42,9 +44,9 @@ class Value:
     type = SimpleNamespace(layout=None)
 
     def __init__(self, array, dtype=None):
-        kind = array.dtype.kind
-        self.array = array.astype(np.float32) if array.dtype == np.float64 else array
-        self.dtype = dtype or {"f": gl.float32, "b": gl.int1}.get(kind, gl.int32)
+        kind = array.dtype.char
+        self.array = array.astype(np.float32) if kind == "d" else array
+        self.dtype = KNOWN_BY.get(kind, gl.int32) if dtype is None else dtype
 
     @property
     def shape(self):
@@ -84,15 +86,23 @@ def quotient(a, b):
 
 
 def _add_operators() -> None:
-    both = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "floordiv": quotient}
-    both |= {"mod": np.fmod, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-    both |= {"lshift": np.left_shift, "rshift": np.right_shift}
-    compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
-    compared |= {"eq": np.equal, "ne": np.not_equal}
+    # Python's operators, since numpy's functions take several times as long for two numbers.
+    both = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv}
+    both |= {"floordiv": quotient, "mod": np.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor}
+    both |= {"lshift": operator.lshift, "rshift": operator.rshift}
+    compared = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+
+    def method(function: Callable, is_reversed: bool) -> Callable:
+        def operate(self, other):
+            other = other.array if type(other) is Value else other
+            return Value(function(other, self.array) if is_reversed else function(self.array, other))
+
+        return operate
+
     for name, function in (both | compared).items():
-        setattr(Value, f"__{name}__", lambda self, other, f=function: Value(f(self.array, raw(other))))
+        setattr(Value, f"__{name}__", method(function, False))
     for name, function in both.items():
-        setattr(Value, f"__r{name}__", lambda self, other, f=function: Value(f(raw(other), self.array)))
+        setattr(Value, f"__r{name}__", method(function, True))
 
 
 _add_operators()
@@ -215,7 +225,8 @@ class SharedTile:
     def slice(self, start, length, dim=0):
         if not 0 <= int(start) <= int(start) + length <= self.shape[dim]:
             raise Fault(f"rows from {int(start)} on, {length} of {self.shape[dim]}")
-        return self._viewed(lambda x: np.moveaxis(np.moveaxis(x, dim, 0)[int(start) : int(start) + length], 0, dim))
+        places = *[slice(None)] * dim, slice(int(start), int(start) + length)
+        return self._viewed(lambda x: x[places])
 
     def permute(self, axes):
         return self._viewed(lambda x: x.transpose(axes))
@@ -235,27 +246,23 @@ class SharedTile:
         if value.dtype != self.dtype:
             raise Fault(f"{value.dtype} stored in a tile of {self.dtype}")
         self.by_instructions[...] = value.array
-        UNFENCED.tiles.append(self)
+        unfenced().append(self)
 
     def fill(self, box: np.ndarray):
         self.by_instructions[...] = self.by_engines[...] = box
 
 
-class Unfenced(local):
-    """The tiles that a thread, which is a group of warps, stored since its last fence."""
-
-    def __init__(self):
-        self.tiles: list[SharedTile] = []
-
-
-UNFENCED = Unfenced()
+def unfenced() -> list[SharedTile]:
+    """The tiles that this greenlet, which is a group of warps, stored since its last fence."""
+    return vars(getcurrent()).setdefault("unfenced", [])
 
 
 def fence():
     """Copies and products see what this group stored."""
-    for tile in UNFENCED.tiles:
+    tiles = unfenced()
+    for tile in tiles:
         tile.by_engines[...] = tile.by_instructions
-    UNFENCED.tiles.clear()
+    tiles.clear()
 
 
 def matrix_product(a: np.ndarray, b: np.ndarray, acc: Value | None) -> Value:
