@@ -101,8 +101,8 @@ def attention(
         keys.append(k.new_zeros(batch, 1, kv_heads, head_dim))
         values.append(v.new_zeros(batch, 1, kv_heads, v.shape[3]))
         all_times.append(times.new_tensor(zeros).view(kv_heads, queries, 1).expand(batch, -1, -1, -1))
-    keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
-    times = torch.cat(all_times, -1).repeat_interleave(group, 1)
+    keys, values = (for_heads(joined(parts, 1), group, 2) for parts in (keys, values))
+    times = for_heads(joined(all_times, -1), group, 1)
     added = None
     if bias is not None:
         cells = rows if query_box is None else cells_of_box(query_box, shape_of(pattern))
@@ -131,7 +131,7 @@ def joint_attention(
     if key_start is not None:
         hidden[0] = hidden[0] | (torch.arange(k.shape[1], device=k.device) < key_start[:, None])
     (batch, queries, heads, head_dim), group = extra_q.shape, q.shape[2] // k.shape[2]
-    keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2) for parts in (keys, values))
+    keys, values = (for_heads(joined(parts, 1), group, 2) for parts in (keys, values))
     times = (~torch.cat(hidden, 1)).double()[:, None, None].expand(batch, heads, queries, -1)
     of_extra = softmax_over(extra_q.double(), keys, values, times, head_dim**-0.5 if scale is None else scale)
     return *attention(q, k, v, pattern, **options), *of_extra
@@ -219,6 +219,16 @@ def named(rest: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return dict(zip(names, rest, strict=False))
 
 
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The parts along a dimension; one alone is not copied."""
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def for_heads(x: Tensor, group: int, dim: int) -> Tensor:
+    """What is each KV head's, for each query head."""
+    return x.repeat_interleave(group, dim) if group > 1 else x
+
+
 def softmax_over(
     q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -226,10 +236,14 @@ def softmax_over(
 
     bias: (heads, queries, keys), added to the scaled scores.
     """
-    is_empty = (times == 0).all(-1, keepdim=True)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + (times + is_empty).log()
+    sees = times > 0
+    is_empty = ~sees.any(-1, keepdim=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     scores = scores if bias is None else scores + bias
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1) * ~is_empty, v)
+    if times.numel() and times.max() > 1:  # a key seen twice weighs twice
+        scores = scores + times.clamp(min=1).log()
+    scores = scores.masked_fill(~(sees | is_empty), -torch.inf)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v) * ~is_empty.transpose(1, 2)
     return out, scores.logsumexp(-1).masked_fill(is_empty[..., 0], -torch.inf)
 
 
