@@ -5,22 +5,31 @@ that a test kills, or whose parent it asks for, are started as everywhere: only 
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from select import select
 
 import psutil
+from copied_calls import DOOR, Copier, copy_calls
+from copied_ranks import LOADED as LOADED_BY_RANKS
 
 LOADED = ("torch", "torch._dynamo", "pandas", "matplotlib.pyplot", "ipykernel.ipkernel", "ipykernel.kernelapp")
-LOADED += ("ipywidgets", "hilbert_lib.lab", "hilbert_lib.lab.figures.record")
+LOADED += ("ipywidgets", "hilbert_lib.lab", "hilbert_lib.lab.figures.record", "forked_ranks", *LOADED_BY_RANKS)
+LOADED += ("hilbert_lib.lab.guarded.cases", "hilbert_lib.lab.sweeps.causes")
 INTERPRETING = "TRITON_INTERPRET"
 
 
@@ -90,35 +99,51 @@ def serve(channel: socket.socket) -> None:
         from hilbert_lib.machine import prepare_kernels
 
         prepare_kernels()  # before torch's compiler loads Triton
+        sys.path.append(str(Path(__file__).parents[1]))  # of the tests
         for name in LOADED:
             importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, _reap)
+        gc.freeze()
+    folder = tempfile.mkdtemp()  # no TemporaryDirectory, which the end of each copy would remove
+    copier = Copier(f"{folder}/door")
+    signal.signal(signal.SIGCHLD, partial(_reap, copier))
     channel.sendall(json.dumps(can_copy).encode() + b"\n")
-    for line in channel.makefile("r"):
+    orders = channel.makefile("r")
+    while True:
+        asking, _, _ = select([channel, copier], [], [])
+        if copier in asking:
+            copier.copy()
+            continue
+        line = orders.readline()
+        if not line:
+            break
         if os.fork() == 0:
             os.setsid()  # before it is known: whoever interrupts a kernel interrupts its group
             channel.sendall(f"{os.getpid()}\n".encode())
             channel.close()
-            _run(**json.loads(line))
+            copier.door.close()
+            _run(**json.loads(line), door=f"{folder}/door")
+    shutil.rmtree(folder)
 
 
-def _reap(*_) -> None:
+def _reap(copier: Copier, *_) -> None:
     # Waited for at once: their processor time is then this process's, and its parent's.
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            copier.tell(*ended)
 
 
-def _run(command: list[str], env: dict[str, str], cwd: str) -> None:
-    from copied_ranks import CopyingRanks
+def _run(command: list[str], env: dict[str, str], cwd: str, door: str) -> None:
+    import pytest
+    from forked_ranks import fork_ranks
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # as nbval has it
     os.chdir(cwd)
     interpreting = {name: os.environ[name] for name in (INTERPRETING,) if name in os.environ}
     os.environ.clear()
-    os.environ.update(env | interpreting)
-    sys.meta_path.insert(0, CopyingRanks())
+    os.environ.update(env | interpreting | {DOOR: door})
+    copy_calls()
+    fork_ranks(pytest.MonkeyPatch(), LOADED_BY_RANKS)
     _, _, module, *sys.argv[1:] = command
     status = 1
     try:
