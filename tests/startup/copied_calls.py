@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 
 DOOR = "HILBERT_TEST_COPIES"  # in the environment: the socket at which copies are asked for
@@ -96,11 +97,8 @@ class Copier:
         """Tell whoever asked for a copy how it ended, if this is one."""
         if copy in self._ends:
             asked = self._ends.pop(copy)
-            try:
+            with asked, suppress(OSError):  # who asked may have ended
                 asked.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            except OSError:
-                pass  # who asked has ended
-            asked.close()
 
 
 class without_signals:
