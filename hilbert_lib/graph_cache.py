@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from functools import partial, update_wrapper
 from threading import Lock, Thread
 from typing import NamedTuple, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -110,6 +110,7 @@ class GraphCache:
             return cached
         # Not under the lock: it waits for the stream, on which there may be work that waits for another thread.
         built = made_to_share(partial(self._build, *key), device)
+        _note_shared(built)
         let_go = []
         with self._lock:
             if (cached := self._captured.get(key, self._recent.get(key))) is not None:  # another thread was faster
@@ -124,6 +125,28 @@ class GraphCache:
             if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(device)
         return built
+
+
+_shared: dict[int, ref] = {}  # the tensors of all results, by id
+
+
+def is_shared(x: torch.Tensor) -> bool:
+    """Whether a tensor is a result of a `GraphCache`, or a part of one: its values never change."""
+    found = _shared.get(id(x))
+    return found is not None and found() is x
+
+
+def _note_shared(result: object) -> None:
+    if isinstance(result, torch.Tensor):
+        _shared[id(result)] = ref(result, partial(_forget_shared, id(result)))
+    elif isinstance(result, tuple | list):
+        for each in result:
+            _note_shared(each)
+
+
+def _forget_shared(key: int, gone: ref) -> None:
+    if _shared.get(key) is gone:  # another tensor may have the number by now
+        del _shared[key]
 
 
 _caches: "WeakSet[GraphCache]" = WeakSet()  # every one there is

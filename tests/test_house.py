@@ -50,6 +50,7 @@ FLOORS = {
             "aligned",
             "transforms",
             "failures",
+            "tape",
             "triton",
             "merge",
             "backends",

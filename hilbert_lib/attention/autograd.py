@@ -22,7 +22,6 @@ from hilbert_lib.attention.request import (
     WORKING_DTYPE,
     GridPart,
     Request,
-    Results,
     Tensors,
     tensors_of,
     with_tensors,
@@ -202,10 +201,7 @@ def _forward_of_one(served: Served, inputs: Tensors, request: Request) -> tuple[
     if request.key_start is not None and served.aligns(request):
         out, lse = aligned_forward(served.forward, inputs, request)
     else:
-        results = served.forward(_as_loaded(inputs), request)
-        if type(results) is Results and not _has_zero_keys(request.pattern):
-            return results
-        out, lse = results
+        out, lse = served.forward(_as_loaded(inputs), request)
     lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
     if _has_zero_keys(request.pattern):
         add_zero_keys(out, lse, request, request.first_query, inputs.k.shape[1], inputs.k.shape[2])
@@ -264,8 +260,7 @@ def _backward_of_one(
     else:
         results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)
     missing = (None,) * (len(inputs) - len(results))
-    grads = tuple(_gradient(dout, *each) for each in zip((*results, *missing), inputs, strict=True))
-    return Results(grads).of(results.recording, results.tensors) if type(results) is Results else grads
+    return tuple(_gradient(dout, *each) for each in zip((*results, *missing), inputs, strict=True))
 
 
 def _gradient(dout: Tensor, grad: Tensor | None, x: Tensor | None) -> Tensor:

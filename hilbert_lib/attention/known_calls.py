@@ -26,7 +26,8 @@ from torch import Tensor
 from hilbert_lib.attention import failures, operators
 from hilbert_lib.attention.autograd import Served, needs_gradient, run_forward, unwatched_backward
 from hilbert_lib.attention.measured_rules import changed_lately, look_again
-from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Results, Tensors, tensors_of, without_tensors
+from hilbert_lib.attention.request import ARGUMENTS, TENSORS, Request, Tensors, tensors_of, without_tensors
+from hilbert_lib.attention.tape import taped
 from hilbert_lib.internals import form_check, is_below_autograd, is_thread_watched, plain_apply, plain_keys
 from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.pattern import Pattern
@@ -74,6 +75,7 @@ class KnownCall:
         self.gradients = [*map(Tensors._fields.index, fields)]  # the number of each input's among `Tensors`
         self.has_empty = any(getattr(inputs, name).numel() == 0 for name in fields)
         self.recording = None
+        self.starts_kernels = self.backward_starts_kernels = True  # as far as is known
         self.backward_recordings: list[BackwardRecording] = []
         self.beside: KnownCall | None = None  # what computes extra queries
 
@@ -141,8 +143,11 @@ class KnownCall:
         """Output and lse."""
         if self.recording is not None and (results := self.recording.run(tensors)) is not None:
             return results
-        results = run_forward(*self._unpacked(tensors), self.served)
-        self.recording = _recording_of(results, tensors)
+        if not self.starts_kernels:
+            return run_forward(*self._unpacked(tensors), self.served)
+        with taped() as tape:
+            results = run_forward(*self._unpacked(tensors), self.served)
+        self.recording, self.starts_kernels = tape.recording(tensors, results), tape.has_starts
         return results
 
     def saved(self, tensors: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
@@ -170,17 +175,21 @@ class KnownCall:
             for is_alike, was_deterministic, recording in self.backward_recordings:
                 if was_deterministic == is_deterministic and is_alike(*given):
                     if (grads := recording.run(given)) is not None:
-                        return self._own(grads)
+                        return grads
                     break
         inputs, request = self._unpacked(tensors)
         if is_watched or not _TENSORS.issuperset(map(type, given)) or not plain_keys(dout):
             return self._own(operators.dispatched_backward(dout, inputs, out, lse, dlse, request, self.served.name))
-        grads = unwatched_backward(dout, inputs, out, lse, dlse, request, self.served)
-        if may_record and (recording := _recording_of(grads, given)) is not None:
+        if not (may_record and self.backward_starts_kernels):
+            return self._own(unwatched_backward(dout, inputs, out, lse, dlse, request, self.served))
+        with taped() as tape:
+            grads = self._own(unwatched_backward(dout, inputs, out, lse, dlse, request, self.served))
+        self.backward_starts_kernels = tape.has_starts
+        if (recording := tape.recording(given, grads)) is not None:
             if len(self.backward_recordings) >= MOST_BACKWARDS:
                 self.backward_recordings.clear()
             self.backward_recordings.append(BackwardRecording(form_check(*given), is_deterministic, recording))
-        return self._own(grads)
+        return grads
 
     def _own(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
         return [grads[number] for number in self.gradients]
@@ -205,23 +214,6 @@ def new_seed(device: torch.device) -> Tensor:
 def _argument(name: str, is_beside: bool) -> str:
     # The argument of the user that is the field of this name.
     return "extra_q" if is_beside and name == "q" else ARGUMENTS.get(name, name)
-
-
-def _recording_of(results: tuple, tensors: tuple[Tensor, ...]) -> object:
-    # The recording of all that was done for a call's tensors; None where more was done, or with a copy of one.
-    if type(results) is not Results:
-        return None
-    ids, numbers = [*map(id, tensors)], []
-    if len({*ids}) < len(ids):  # in a later call they may be several
-        return None
-    for x in results.tensors:
-        if x is None or not x.numel():
-            numbers.append(None)
-        elif id(x) in ids:
-            numbers.append(ids.index(id(x)))
-        else:
-            return None
-    return results.recording.over(numbers, len(ids))
 
 
 # They save what `autograd.Differentiable` saves, in the same order: a checkpoint may recompute one by another.

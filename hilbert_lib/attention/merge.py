@@ -146,6 +146,17 @@ def add_rows(total: Tensor, index: tuple[Tensor, ...], addends: Tensor) -> None:
     total[index] = (total[index] + addends).to(total.dtype)
 
 
+def add_tensors(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x + y in a dtype: added in float32 (float64 for float64) and rounded once. One kernel on CUDA."""
+    if kernel_serves(x):
+        from hilbert_lib.attention.triton import rows  # triton is imported only where a kernel is used
+
+        return rows.add_tensors(x, y, dtype)
+    if dtype.itemsize > x.itemsize:
+        x = x.to(dtype)  # torch rounds the sum of two tensors of a half precision to it, whatever `out` is
+    return torch.add(x, y, out=torch.empty_like(x, dtype=dtype))
+
+
 def kernel_serves(x: Tensor) -> bool:
     """Whether Triton's kernels for rows serve a tensor."""
     return x.is_cuda and kernel_mode() == "compiled"

@@ -39,20 +39,6 @@ class Tensors(NamedTuple):
         return self[:5]
 
 
-class Results(tuple):
-    """Results that kernels of a call left, and the recording that computes them again of other tensors.
-
-    Where a backend's function returns them as they are, the recording is all that the function does.
-    """
-
-    recording: object  # `Recording` of `triton.start`
-    tensors: tuple  # the tensors that it is given
-
-    def of(self, recording: object, tensors: tuple) -> "Results":
-        self.recording, self.tensors = recording, tensors
-        return self
-
-
 @dataclass(frozen=True)
 class Ends:
     """A range of cells as torch.compile and torch.export take it: they make constants of the ends of a `range`."""

@@ -184,6 +184,19 @@ def test_two_results_are_merged_and_rounded_once(dtype, monkeypatch):
             torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_two_tensors_are_added_and_rounded_once(dtype, monkeypatch):
+    pytest.importorskip("hilbert_lib.attention.triton.rows", reason="triton has no build for this platform")
+    generator = torch.Generator().manual_seed(4)
+    x, y = (torch.randn(2, 77, 3, 24, generator=generator, dtype=torch.float64).to(dtype) for _ in "xy")
+    working = WORKING_DTYPE[dtype]
+    for by_kernel in (False, True):
+        monkeypatch.setattr(merging, "kernel_serves", lambda x, answer=by_kernel: answer)
+        for first in (x, x.to(working)):
+            for to in (dtype, working):
+                assert torch.equal(merging.add_tensors(first, y, to), (first.to(working) + y.to(working)).to(to))
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_rows_are_merged_to_the_last_digits():
     out, lse, at, other_out, other_lse = (

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
-from hilbert_lib.attention.backends.parts import add, merge_patterns
+from hilbert_lib.attention.backends.parts import merge_patterns
+from hilbert_lib.attention.merge import add_tensors
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.patterns.all_pairs import AllPairs, one_segment
 
@@ -144,8 +145,8 @@ def _backward(
     parts = _parts(backend, functions, inputs, request)
     for part, keys in zip(parts, (inputs.k, inputs.extra_k), strict=False):
         part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request, dlse=dlse)
-        dq = part_dq if dq is None else add(dq, part_dq, q_dtype)
-        grads += [x[:, : keys.shape[1]] for x in (dk, dv)]
+        dq = part_dq if dq is None else add_tensors(dq, part_dq, q_dtype)
+        grads += [x if x.shape == keys.shape else x[:, : keys.shape[1]] for x in (dk, dv)]
     extra = [] if inputs.extra_k is None else [torch.zeros_like(x) for x in inputs.extra[len(grads) - 2 :]]
     return Tensors(dq.to(q_dtype), *grads, *extra)
 

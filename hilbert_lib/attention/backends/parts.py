@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.dropout import Branch, is_named, name_table, named, of_branches
-from hilbert_lib.attention.merge import merge_results
+from hilbert_lib.attention.merge import add_tensors, merge_results
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.patterns.pattern import Pattern
@@ -96,16 +96,9 @@ def add_patterns(gradients: Iterable[Tensors], inputs: Tensors, in_float: tuple[
             if grad is not None and inputs[n] is not None and grad.shape == inputs[n].shape:
                 is_rounded = is_last and n not in in_float
                 dtype = inputs[n].dtype if is_rounded else WORKING_DTYPE[inputs[n].dtype]
-                sums[n] = grad if sums[n] is None else add(sums[n], grad, dtype)
+                sums[n] = grad if sums[n] is None else add_tensors(sums[n], grad, dtype)
     dtypes = (x if x is None else WORKING_DTYPE[x.dtype] if n in in_float else x.dtype for n, x in enumerate(inputs))
     return Tensors(*(x if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True)))
-
-
-def add(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x + y in a dtype: added in float32 (float64 for float64) and rounded once."""
-    if dtype.itemsize > x.itemsize:
-        x = x.to(dtype)  # torch rounds the sum of two tensors of a half precision to it, whatever `out` is
-    return torch.add(x, y, out=torch.empty_like(x, dtype=dtype))
 
 
 def _until_last(items: Iterable) -> Iterator[tuple]:

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from hilbert_lib import internals
 from hilbert_lib.attention.failures import KernelError, not_compiled
-from hilbert_lib.attention.request import Results
 from hilbert_lib.attention.starts import STARTS
+from hilbert_lib.attention.tape import note
 from hilbert_lib.attention.triton.geometry import products_of_float32
 from hilbert_lib.graph_cache import made_to_share
 
@@ -153,7 +153,12 @@ class Recording(NamedTuple):
     setting: tuple  # what the kernels hang on besides, as `_setting` gives it
 
     def run(self, tensors: Sequence[Tensor | None]) -> Sequence | None:
-        """Start all on the current stream of the current device: what `finish` gives.
+        """Start all on the current stream of the current device: what `finish` gives, or None as `made_by`."""
+        made = self.made_by(tensors)
+        return None if made is None else self.finish(made)
+
+    def made_by(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Start all: the tensors that are made.
 
         None, and nothing is started, where Triton itself must start them, a table is gone, or a tensor does not begin
         at a multiple of 16 bytes.
@@ -186,22 +191,7 @@ class Recording(NamedTuple):
                 launcher(*before, stream, *after, tuple(arguments))
             else:
                 launcher(*before, stream, *after, *arguments)
-        return self.finish(made)
-
-    def over(self, numbers: Sequence[int | None], count: int) -> "Recording | None":
-        """The same starts for `count` tensors in another order: tensor n here is number `numbers[n]` of these.
-
-        Where that is None, the address is 0. None where a descriptor is of such a tensor.
-        """
-        moved = [*numbers, *range(count, count + len(self.made) + len(self.descriptors))]
-        descriptors = [(moved[number], descriptor) for number, descriptor in self.descriptors]
-        if any(number is None for number, _ in descriptors):
-            return None
-        launches = []
-        for launch in self.launches:
-            own = [(place, moved[number]) for place, number in launch.own if moved[number] is not None]
-            launches.append(launch._replace(own=own))
-        return self._replace(launches=launches, descriptors=descriptors)
+        return made
 
 
 def start(
@@ -209,8 +199,6 @@ def start(
     made: Sequence[Made | None] = (), finish: Callable[[list], Sequence] = list, keep: bool = True,
 ) -> Sequence:  # fmt: skip
     """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
-
-    A function of a backend that returns what this returns, as it is, does nothing else with tensors: `Results`.
 
     Args:
         make: returns the starts, given the made tensors. A call whose kind is recorded does not call it.
@@ -228,9 +216,11 @@ def start(
         return finish(new)
     kind = _kind_of_call(tensors, options) if keep and _is_aligned(tensors) else None
     if recording := _recordings.get(kind):
-        results = recording.run(tensors)
-        if results is not None:
-            return Results(results).of(recording, tensors)
+        new = recording.made_by(tensors)
+        if new is not None:
+            results = recording.finish(new)
+            note(recording, tensors, new, results)
+            return results
     new = [x and x.creator(device)() for x in made]
     starts = make(*new)
     compiled = _kind_of_kernels(starts)
@@ -246,13 +236,13 @@ def start(
             _compiled.clear()
         _compiled.add(compiled)
     kernels = _start(starts)
-    results = finish(new)
-    if _is_watched(tensors[0]):
-        return results
-    if kind in _recordings:
+    results, recording = finish(new), None
+    if kind in _recordings and not _is_watched(tensors[0]):
         recording = _recordings[kind] = _record(starts, kernels, tensors, new, made, finish)
-        return results if recording is None else Results(results).of(recording, tensors)
-    if kind is not None:  # most kinds that come once do not come again: sequences of other lengths, say
+    note(recording, tensors, new, results)
+    if (
+        kind is not None and kind not in _recordings and not _is_watched(tensors[0])
+    ):  # most kinds that come once do not come again: sequences of other lengths, say
         if len(_recordings) >= RECORDINGS:
             _recordings.clear()
         _recordings[kind] = None

@@ -182,6 +182,7 @@ def curve_kernels() -> dict[str, tuple]:
 def row_kernels() -> dict[str, tuple]:
     """What merges rows and results, adds to rows and adds zero keys, of sixteen bits and of thirty-two."""
     constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": by_row.ELEMENTS // 128, "out_dim": 1, "total_dim": 1}
+    constants["BLOCK"] = by_row.ELEMENTS
     types = dict.fromkeys(("lse", "other_lse", "result_lse", "log_count"), "*fp32") | {
         "first": "*i64",
         "second": "*i64",
@@ -193,6 +194,7 @@ def row_kernels() -> dict[str, tuple]:
             ("add", by_row.add_kernel, ("total", "addend")),
             ("zeros", by_row.zero_kernel, ("out",)),
             ("results", by_row.results_kernel, ("out", "other_out", "result")),
+            ("sums", by_row.sum_kernel, ("x", "y", "total")),
         )
         for bits, dtype in ((16, "*bf16"), (32, "*fp32"))
     }

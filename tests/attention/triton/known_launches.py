@@ -10,6 +10,7 @@ import json
 import re
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from weakref import ref
 
 import torch
@@ -19,12 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, dilated_attention, neighbourhood_attention
-from hilbert_lib.attention import autograd, choice, known_calls
+from hilbert_lib.attention import autograd, choice, known_calls, merge, zero_keys
 from hilbert_lib.attention.backends import fused, fused_grid, listed_grid
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch
 
+UNION = Union((Neighbourhood((8, 16), 5), Neighbourhood((8, 16), 3, dilation=2)))
 NEAR, PATTERN = Neighbourhood((8, 16), 5), DilatedPattern((32, 128), (1, 2))
 LENGTH, EXTRA = 128, 6
 ran: list = []  # functions of backends
@@ -86,15 +88,15 @@ CALLS = {
         neighbourhood_attention,
         lambda: {"neighbourhood": NEAR, "q": drawn(length=32), "query_box": ((2, 4), (0, 16))},
     ),
+    # Several starts one after the other, each recorded: a merge, a sum, zero keys.
+    "union": (attend, lambda: {"pattern": UNION}),
+    "zero keys": (attend, lambda: {"pattern": DilatedPattern((32, 96), (1, 2), padding="zeros")}),
+    "lists on a grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "backend": "lists"}),
+    "lists of a union": (attend, lambda: {"pattern": UNION, "backend": "lists"}),
 }
-# Their functions read lists besides, or launch once for each set of heads: they run, and launches alone are recorded.
+# Their functions copy heads besides: they run, and launches alone are recorded.
 BY_HEADS = (NEAR, Neighbourhood((8, 16), 3))
 OTHERS = {
-    "lists on a grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "backend": "lists"}),
-    "lists of a union": (
-        attend,
-        lambda: {"pattern": Union((NEAR, Neighbourhood((8, 16), 3, dilation=2))), "backend": "lists"},
-    ),
     "lists by heads": (neighbourhood_attention, lambda: {"neighbourhood": BY_HEADS, "backend": "lists"}),
 }
 
@@ -111,6 +113,24 @@ def launched(tensors: dict[str, torch.Tensor]) -> str:
         text = text.replace(str(x.data_ptr()), f"<{name}>")
     others: dict[str, str] = {}
     return re.sub(r"\b\d{13,}\b", lambda found: others.setdefault(found[0], f"<{len(others)}>"), text)
+
+
+alive: list = []  # all that the starts of a call make: no address stands for two tensors
+
+
+def noting_made(creator):
+    """A function like `Made.creator`, whose tensors live as long as the call."""
+
+    def of(made, device):
+        create = creator(made, device)
+
+        def creating():
+            alive.append(create())
+            return alive[-1]
+
+        return creating
+
+    return of
 
 
 def called(name: str, arguments: dict | None = None, during=nullcontext, during_backward=nullcontext, dout=None):
@@ -132,6 +152,7 @@ def called(name: str, arguments: dict | None = None, during=nullcontext, during_
         how.append("ran" if ran else "replayed")
         launches.append(launched(results | {"dout": dout} | {f"grad {n}": x for n, x in enumerate(grads)}))
         assert [x.shape for x in grads] == [x.shape for x in leaves]
+    alive.clear()
     return how, launches, [ref(x) for x in (*tensors.values(), out, lse)]
 
 
@@ -227,8 +248,11 @@ if __name__ == "__main__":
     triton.compiler.compile = Compiled
     triton.knobs.runtime.jit_post_compile_hook = lambda **_: None
     torch.cuda.set_device = lambda _: None
-    starting._flags.next_address = lambda *_: 1 << 40
+    flags = count(1 << 40, 16)
+    starting._flags.next_address = lambda *_: next(flags)
     grid_launch.multiprocessors = lambda _: 132
+    starting.Made.creator = noting_made(starting.Made.creator)
+    merge.kernel_serves = zero_keys.kernel_serves = lambda _: True
     for room in (fused, fused_grid, listed_grid):
         for backend in room.BACKENDS:
             object.__setattr__(backend, "here", lambda q, request: "")

@@ -1,0 +1,100 @@
+"""What a call's starts did is repeated, and a call that did more is not."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hilbert_lib.attention.tape import note, taped
+from hilbert_lib.graph_cache import cached_for_graphs
+
+
+def sum_of(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The sum, noted as a start that was recorded."""
+    run = lambda given: [sum(given)]  # noqa: E731
+    recording = SimpleNamespace(run=run, descriptors=[], launches=[], tables=[])
+    results = run(tensors)
+    note(recording, tensors, [], results)
+    return results
+
+
+@cached_for_graphs()
+def table(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((3,), value, device=device)
+
+
+def test_several_starts_are_repeated_with_other_tensors():
+    x, y = torch.ones(3), torch.ones(3)
+    with taped() as tape:
+        (first,) = sum_of(x, y)
+        (second,) = sum_of(first, first, y, table(5.0, x.device))
+    repeated = tape.recording([x, y], [second, None, first])
+    second, nothing, first = repeated.run([torch.full((3,), 2.0), torch.full((3,), 3.0)])
+    assert nothing is None
+    assert first.tolist() == [5.0] * 3
+    assert second.tolist() == [5.0 + 5.0 + 3.0 + 5.0] * 3
+
+
+def changed_in_place(x: torch.Tensor) -> torch.Tensor:
+    (first,) = sum_of(x, x)
+    first.mul_(2)
+    return sum_of(first)[0]
+
+
+def changed_at_the_end(x: torch.Tensor) -> torch.Tensor:
+    (total,) = sum_of(sum_of(x, x)[0])
+    return total.mul_(2)
+
+
+def unrecorded(x: torch.Tensor) -> torch.Tensor:
+    note(None, [x], [], [x])
+    return sum_of(sum_of(x, x)[0])[0]
+
+
+def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return sum_of(sum_of(x, x)[0])[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        changed_in_place,
+        changed_at_the_end,
+        unrecorded,
+        in_inference_mode,
+        lambda x: sum_of(sum_of(x, x)[0] + 1)[0],
+        lambda x: sum_of(sum_of(x, x)[0])[0] + 1,
+        lambda x: sum_of(sum_of(x, torch.ones(3))[0])[0],
+        lambda x: x + 1,
+    ],
+)
+def test_a_call_that_does_more_than_its_starts_is_not_repeated(call):
+    x = torch.ones(3)
+    with taped() as tape:
+        result = call(x)
+    assert tape.recording([x], [result]) is None
+
+
+def test_a_call_that_is_given_one_tensor_twice_is_not_repeated():
+    x = torch.ones(3)
+    with taped() as tape:
+        (total,) = sum_of(sum_of(x, x)[0])
+    assert tape.recording([x, x], [total]) is None
+    assert tape.recording([x], [total]) is not None
+
+
+def test_no_tensor_is_held_and_a_table_that_is_gone_is_not_read():
+    x = torch.ones(3)
+    with taped() as tape:
+        (total,) = sum_of(sum_of(x, table(2.0, x.device))[0])
+    repeated = tape.recording([x], [total])
+    assert repeated.run([x])[0].tolist() == [3.0] * 3
+    held = [weakref.ref(each) for each in (x, total, table(2.0, x.device))]
+    table.cache_clear()
+    del tape, x, total
+    gc.collect()
+    assert [each() for each in held] == [None] * 3
+    assert repeated.run([torch.ones(3)]) is None
