@@ -69,6 +69,16 @@ CASES = {
         "11_inside_a_kernel",
         {"side": 64, "window": 12, "heads": 2, "head_dim": 128, "shown_windows": [4, 64], "repetitions": 5},
     ),
+    "long grids, a window of the whole grid": (
+        "12_in_print",
+        {
+            "windows": ["4x8 4 2x1x16"],
+            "slides": ["9x3 3 1x1x16"],
+            "tiles": ["8x16 3 8 1x16"],
+            "orders": ["8x4 8x4 1x16"],
+        }
+        | {"volumes": ["40 7 7 1x16"], "strides": ["5x7 5x7 1x7 1x16"], "dtype": "bfloat16", "repetitions": 3},
+    ),
     "few points, patches that do not divide them": (
         "13_points",
         {"drawn": 256, "query": 0, "tissue_window": 3, "room_window": 7, "counted": 1024, "patch_size": 300}
@@ -129,6 +139,9 @@ WRONG = {
         "shown_windows": [200],
         "repetitions": 0,
     },
+    "12_in_print": {"windows": ["16x16 5 1x2x16"], "slides": ["14x14 4 1x2x16"], "tiles": ["16x16 32 7 2x16"]}
+    | {"orders": ["32x32 9 2x16"], "volumes": [], "strides": ["32x32 8x8 9x9 2x16"], "dtype": "float64"}
+    | {"repetitions": 0, "seconds": 0.0},
     "14_directions": {"grid_side": 8, "first_segment": 0, "seen_windows": [4], "searched_points": 100, "swaps": 1}
     | {"picture_steps": 0, "picture_side": 18, "order_side": 24, "order_width": 24, "order_layers": 0}
     | {"order_batch": 0, "order_steps_seeds": [3, 2]},

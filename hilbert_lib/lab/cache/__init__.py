@@ -10,6 +10,7 @@ bound          keys that a block of cells sees at least, orders that reach it, a
 annealing      orders of work over points that are searched
 along_curve    the neighbours that a head of a dilated pattern sees along an order
 order_map      tiles touched row by row over those in an order, by window, dilation, grid and kernel
+in_print       what published windows along a curve see of the windows that they stand for
 points         tiles and blocks over points by order of work, and the neighbours that patches keep
 """
 
@@ -21,6 +22,15 @@ PUBLIC = {
     "hilbert_lib.lab.cache.bound": ("block_panels", "count_bound", "every_set"),
     "hilbert_lib.lab.cache.cache": ("FETCH_BYTES", "KEY_ORDERS", "LINE_BYTES"),
     "hilbert_lib.lab.cache.grid": ("block_compactness", "grid_orderings"),
+    "hilbert_lib.lab.cache.in_print": (
+        "cells_kept",
+        "count_orders",
+        "count_strides",
+        "count_tiles",
+        "count_windows",
+        "neighbours_found",
+        "pictured",
+    ),
     "hilbert_lib.lab.cache.l2": ("GPUS", "hit_rates"),
     "hilbert_lib.lab.cache.neighbourhood": (
         "COMPACT",

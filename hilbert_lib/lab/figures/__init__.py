@@ -8,6 +8,7 @@ patterns  who sees whom
 locality  what a branch reads of what is stored
 grids     what a block of queries reads on a grid
 clouds    points along an order, and what a block of them sees
+in_print  what a query sees along a curve, beside the window that stands for it
 options   what each option keeps of its base work's speed
 directions  a dilated pattern along an order of a grid
 order_map  where an order pays, by counting and by time
@@ -22,6 +23,7 @@ PUBLIC = {
     "hilbert_lib.lab.figures.curves": ("draw_paths", "draw_volumes", "path_table"),
     "hilbert_lib.lab.figures.directions": ("PATTERNS", "draw_neighbours"),
     "hilbert_lib.lab.figures.grids": ("draw_block_maps", "draw_idea", "draw_reads"),
+    "hilbert_lib.lab.figures.in_print": ("draw_kept",),
     "hilbert_lib.lab.figures.locality": ("draw_reading", "draw_storage_map"),
     "hilbert_lib.lab.figures.options": ("share_bars",),
     "hilbert_lib.lab.figures.order_map": ("draw_order_map",),

@@ -8,6 +8,7 @@ kernels     cases from the records of times on one GPU: layouts, backends, graph
 models      cases that are computed anywhere: cache lines, memory, kernels on reordered keys
 learning    cases of models that learn
 order_map   the cells of the map of orders, counted, with their times
+in_print    publications about orders and windows, and cases of what they claim
 options     cases of the options of a call, and of the layers of a video model
 directions  where the documents want to go on, and what became of it
 ring        cases of several ranks, planned and measured
@@ -19,8 +20,9 @@ numbers     the numbers that README and notebooks tell, by name, in sentences wr
 from hilbert_lib.lazy import lazily
 
 PUBLIC = {
-    "hilbert_lib.lab.ledger.answer": ("answers", "judged", "ledger_table", "ratio_cases"),
+    "hilbert_lib.lab.ledger.answer": ("answers", "judged", "ledger_table", "ratio_cases", "standing"),
     "hilbert_lib.lab.ledger.documents": ("claim_table",),
+    "hilbert_lib.lab.ledger.in_print": ("publication_table", "strided_rates", "timed_pairs"),
     "hilbert_lib.lab.ledger.kernels": (
         "CASE",
         "boxes_over_blocks",

@@ -3,7 +3,7 @@
 No measured value stands in the ledger. Value and verdict are computed each time they are shown.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read
 from hilbert_lib.lab.tables import sides_of
 
 ROOT = REPORTS.parent
+NOT_YET = "not tested yet"  # the verdict where no record holds a case
 JUDGED = ["claimed_least", "claimed_most", "as_claimed"]
 MOST = 0.85  # share of the cases under a condition that hold, and of the others that do not
 
@@ -87,10 +88,7 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
             return Answer(claim, f"{WAITS}: {claim.record}")
         records = read_records(run / RESULTS)
         unread = tuple(sorted({sweep_of(record) for record in records} - {*claim.sweeps}))
-        try:
-            cases = claim.measure(records).dropna(subset=INTERVAL[0])
-        except ValueError:
-            cases = pd.DataFrame()  # the record lacks a sweep
+        cases = _measured(claim, records)
     cases, left_out = set_apart(claim, cases)
     counts = {where: len(rows) for where, rows in left_out.items()}
     if cases.empty:  # or was not timed, where NaN stood
@@ -105,6 +103,31 @@ def run_of(claim: Claim) -> Path | None:
     """The newest committed run of a claim's record; None where there is none."""
     # What needs no GPU was timed without one.
     return newest_run(claim.record) or newest_run(claim.record, machines=REPORTS.glob(MACHINES))
+
+
+def _measured(claim: Claim, records: list[dict]) -> pd.DataFrame:
+    # The cases of a claim in some records, none where these lack a sweep.
+    try:
+        return claim.measure(records).dropna(subset=INTERVAL[0])
+    except ValueError:  # the records lack a sweep
+        return pd.DataFrame()
+
+
+def standing(kind: str, records: Mapping[str, list[dict]]) -> pd.DataFrame:
+    """Verdicts of the claims of a kind by some records, also of those that wait.
+
+    Columns: id, claim, verdict, value, quantity, note. kind: the letter of their ids. records: by the name of a
+    notebook; a part of a record is judged by what it holds.
+    """
+    rows = []
+    for claim in (each for each in {**LEDGER, **WAITING}.values() if each.id.startswith(kind)):
+        cases, _ = set_apart(claim, _measured(claim, records.get(claim.record, [])))
+        verdict, value = NOT_YET, ""
+        if not cases.empty:
+            verdict, cases = judge(cases, claim.claimed, claim.when)
+            value = _value(cases)
+        rows.append((claim.id, claim.claim, verdict, value, claim.quantity, claim.note))
+    return pd.DataFrame(rows, columns=["id", "claim", "verdict", "value", "quantity", "note"])
 
 
 def judged(name: str, records: list[dict]) -> tuple[str, pd.DataFrame]:

@@ -20,6 +20,7 @@ from hilbert_lib.lab.cache.along_curve import PATTERN as LONGNET
 from hilbert_lib.lab.cache.along_curve import SIDE, count_along_curve, keys_of_a_query, window_of
 from hilbert_lib.lab.cache.annealing import annealing_table
 from hilbert_lib.lab.cache.bound import BOUND, BRICKS, count_bound
+from hilbert_lib.lab.cache.in_print import count_tiles, count_windows
 from hilbert_lib.lab.cache.neighbourhood import least_window
 from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
@@ -77,7 +78,14 @@ def numbers() -> dict[str, str]:
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     slots |= {**_saved(), **_claims(), **_causes(), **_learning()}
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
-    slots |= {**_points(), **_video(), **_orders_of_grids(), **_searched_and_approximated(), **_learnt_orders()}
+    slots |= {
+        **_points(),
+        **_video(),
+        **_orders_of_grids(),
+        **_searched_and_approximated(),
+        **_learnt_orders(),
+        **_in_print(),
+    }
     slots["runs"] = _runs()
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
@@ -378,6 +386,21 @@ def _learnt_orders() -> dict[str, str]:
     (steps,) = {record["parameters"]["steps"] for record in found if record.get("kind") == TRAINING}
     counts = {"seeds": cases.seeds.iloc[0], "pictures": cases.pictures.iloc[0], "steps": steps}
     return slots | {f"learnt_{what}": f"{count:,}" for what, count in counts.items()}
+
+
+def _in_print() -> dict[str, str]:
+    """Neighbours that published windows and tiles keep, useful pairs in blocks, and what tiles promise: notebook 12."""
+    windows, tiles = count_windows(), count_tiles([((side, side), 512, 16) for side in (64, 128)]).set_index("grid")
+    others = windows[windows.found < 1]
+    small = windows[windows.grid == "56x56"][["raster", "hilbert"]].to_numpy()
+    largest = windows[windows.grid == "128x128"].iloc[0]
+    slots = _ends("print_windows", 100 * others.found, ".0f") | _ends("print_blocks", 100 * small, ".0f")
+    slots["print_blocks_fewer"] = f"{largest.hilbert / largest.raster:.0f}"
+    for grid, row in tiles.iterrows():
+        side = grid.split("x")[0]
+        slots |= {f"print_tiles_found_{side}": f"{100 * row.found:.0f}"}
+        slots |= {f"print_tiles_promised_{side}": f"{row.promised:.2f}"}
+    return slots
 
 
 def _learning() -> dict[str, str]:

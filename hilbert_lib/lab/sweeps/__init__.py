@@ -16,6 +16,7 @@ ring_trace   07: the exchange in one call
 grids        08, 08b: kernels on a grid, with the tokens in every order
 learning     10, 14: small models that learn from text, pictures and slides, and along orders of a picture
 contexts     10: a model's step and decoding by length of context
+in_print     12: published comparisons of layouts, rebuilt
 points       13: attention over points by lists and by their rivals
 """
 
@@ -50,6 +51,15 @@ PUBLIC = {
         "sustained_sides",
     ),
     "hilbert_lib.lab.sweeps.halos": ("GRID_RESULTS", "RECTANGLES", "RUNS", "SHARDINGS", "STRIPS", "halo_table"),
+    "hilbert_lib.lab.sweeps.in_print": (
+        "check_works",
+        "order_pairs",
+        "run_in_print",
+        "slide_pairs",
+        "stride_pairs",
+        "tile_pairs",
+        "window_pairs",
+    ),
     "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "single_branches"),
     "hilbert_lib.lab.sweeps.learning": (
         "LEARNT_ORDERS",

@@ -187,7 +187,7 @@ def by_blocks(work: Workload, order: str = "hilbert", size: int = FLEX_BLOCK) ->
     mask, touched = flex_mask(points, lists, rows, size)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _flex(*(x.transpose(1, 2) for x in (q, k, v)), mask, size).transpose(1, 2)
+        return run_flex(*(x.transpose(1, 2) for x in (q, k, v)), mask, size).transpose(1, 2)
 
     facts = {"kernel": BLOCKS, "order": order, "block_size": size}
     facts["used"] = round(lists.pairs / (touched * size**2), 4)
@@ -195,16 +195,18 @@ def by_blocks(work: Workload, order: str = "hilbert", size: int = FLEX_BLOCK) ->
     return Kernel(f"{BLOCKS} of {size}, {order}", rows, _inverse(rows), run, facts, has_backward=has_backward)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask", size: int) -> Tensor:
-    # q, k and v are heads first. On the CPU it is not compiled, and says so; it holds all pairs there.
+def run_flex(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask", size: int, **options) -> Tensor:
+    """FlexAttention of q, k and v (batch, heads, seq, head_dim) with a mask of blocks of `size` tokens, and options of
+    its own. On the CPU it is not compiled, and holds all pairs.
+    """
     if q.is_cuda:
         with nullcontext() if size >= FLEX_BLOCK else flex_tiles_within(size):
-            return compiled_flex_attention(q, k, v, block_mask=mask)
+            return compiled_flex_attention(q, k, v, block_mask=mask, **options)
     from torch.nn.attention.flex_attention import flex_attention
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        return flex_attention(q, k, v, block_mask=mask)
+        return flex_attention(q, k, v, block_mask=mask, **options)
 
 
 def flex_mask(points: PointNeighbourhood, lists: PackedLists, order: Tensor, size: int) -> tuple["BlockMask", int]:

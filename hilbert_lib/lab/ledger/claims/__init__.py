@@ -9,6 +9,7 @@ safety       S: limits of memory
 grids        G: three claims of our own, of windows on grids and points
 learning     L: two of our own, of models that learn
 options      O: three of our own, of the options of a call and of a video model
+in_print     P: six of publications about orders and windows
 only         parameters that measure one sweep of a notebook alone
 
 A claim "holds" if all its cases do. If some do, `when` may state the condition; it counts only where most cases under
@@ -18,8 +19,19 @@ it hold and most others do not. Else the claim "does not hold", and the verdict 
 again. A claim whose record is not committed yet waits outside the ledger; its notebook judges what it measures by it.
 """
 
-from hilbert_lib.lab.ledger.claims import backends, cache_lines, grids, learning, mappings, options, ring, safety, speed
+from hilbert_lib.lab.ledger.claims import (
+    backends,
+    cache_lines,
+    grids,
+    in_print,
+    learning,
+    mappings,
+    options,
+    ring,
+    safety,
+    speed,
+)
 
-SUBJECTS = (speed, cache_lines, mappings, ring, backends, safety, grids, learning, options)
+SUBJECTS = (speed, cache_lines, mappings, ring, backends, safety, grids, learning, options, in_print)
 LEDGER = {claim.id: claim for subject in SUBJECTS for claim in subject.CLAIMS if not claim.waits}
 WAITING = {claim.id: claim for subject in SUBJECTS for claim in subject.CLAIMS if claim.waits}
