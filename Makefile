@@ -39,9 +39,8 @@ figures: setup  ## run every notebook, and keep what it showed in it for readers
 	@$(BIN)/hilbert run
 	@$(BIN)/python scripts/keep_outputs.py
 
-pages: setup  ## the committed reports as pages for a browser, which need no network; the last line is their index
-	@rm -rf build/pages && mkdir -p build && cp -R reports build/pages && rm -rf build/pages/local
-	@$(BIN)/hilbert report build/pages --redraw
+pages: setup  ## notebooks, documents and committed runs as a site with a search, which needs no network; the last line is its index
+	@$(BIN)/python -m hilbert_lib.lab.suite.site build/pages
 
 numbers: setup  ## write the numbers of the newest records into README, reports/README and the notebooks
 	@$(BIN)/python -m hilbert_lib.lab.ledger.numbers

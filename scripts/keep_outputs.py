@@ -7,6 +7,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from hilbert_lib.lab.suite.site import SLIDER, is_slider
+
 ROOT = Path(__file__).parents[1]
 KEPT = "kept_outputs"  # in the notebook's metadata: a hash of the code that its outputs are from
 
@@ -36,8 +38,11 @@ def keep(path: Path, executed: list[Path]) -> str:
 
 
 def _shown(output: dict) -> dict | None:
-    """An output as a code host can show it: a widget is its picture there."""
+    """An output as a code host can show it: a widget is its picture there, and its slider waits for `make pages`."""
     data = {kind: value for kind, value in output.get("data", {}).items() if "widget" not in kind}
+    if is_slider(data):
+        slider = data.pop("text/html")
+        output = {**output, "metadata": {**output["metadata"], SLIDER: slider}}
     if "data" in output and not ({"image/png", "text/html"} & data.keys() or output["output_type"] == "execute_result"):
         return None
     output = {**output, **({"data": data} if data else {})}

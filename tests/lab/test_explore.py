@@ -1,14 +1,17 @@
 """Widgets change their figure, say when they work and why they refuse; each figure shows what it should, in time."""
 
+import json
+import re
 from base64 import b64decode
 from functools import cache, partial
 from io import BytesIO
+from itertools import product
 
 import matplotlib
 import pytest
 import torch
 from counts import calls_made
-from ipywidgets import Dropdown, Image, IntSlider, Label
+from ipywidgets import Dropdown, Image, IntSlider, Label, SelectionSlider
 from matplotlib.backends import backend_agg as agg
 from matplotlib.figure import Figure
 from oracle import mask_of
@@ -21,7 +24,7 @@ from hilbert_lib.lab.figures.curves import draw_paths, path_table
 from hilbert_lib.lab.figures.grids import draw_reads
 from hilbert_lib.lab.figures.locality import draw_reading
 from hilbert_lib.lab.figures.patterns import draw_query
-from hilbert_lib.lab.figures.record import STYLE, in_256_colours
+from hilbert_lib.lab.figures.record import STYLE, in_256_colours, in_colours
 from hilbert_lib.lab.figures.ring import draw_halos, draw_plan
 from hilbert_lib.lab.figures.widgets import DRAWING, explore
 from hilbert_lib.lab.sweeps.halos import RECTANGLES, SHARDINGS, sharding
@@ -101,6 +104,44 @@ def test_it_says_that_it_works_and_why_it_refuses_beside_the_last_figure(monkeyp
     assert panel.state.value == ""
     assert panel.picture.value != before
     assert said == [None, DRAWING, DRAWING]
+
+
+def test_pages_without_a_kernel_have_a_slider_over_pictures(monkeypatch):
+    controls = {"number": IntSlider(1, 0, 9), "name": Dropdown(options=["a", "b"])}
+    frames = {"name": ["a", "b"], "number": [0, 1, 5]}
+    page = Panel(monkeypatch, figure_of, frames=frames, **controls).bundle["text/html"]
+    (pictures,) = re.findall(r"const pictures = (\[.*\]);", page)
+    pictures = json.loads(pictures)
+    assert len(set(pictures)) == 6
+    for place, (name, number) in enumerate(product(*frames.values())):
+        with matplotlib.rc_context(STYLE), BytesIO() as png:
+            figure_of(number, name).savefig(png, format="png", dpi=exploring.FRAME_DPI)
+            assert b64decode(pictures[place]) == in_colours(png.getvalue(), exploring.FRAME_COLOURS)
+    assert f'src="data:image/png;base64,{pictures[1]}"' in page  # that of the controls: a, and 1
+    assert re.findall(r'max="(\d)" value="(\d)"', page) == [("1", "0"), ("2", "1")]
+
+
+def test_options_follow_the_other_controls_and_no_position_is_refused(monkeypatch):
+    controls = {"window": IntSlider(5, 1, 16), "dilation": SelectionSlider(options=[1, 2, 3], value=3)}
+    drawn = []
+
+    def draw(window, dilation):
+        drawn.append((window, dilation))
+        return figure_of(window, dilation)
+
+    left = {"dilation": lambda others: [d for d in range(1, 9) if others["window"] * d <= 16]}
+    Panel(monkeypatch, draw, options=left, **controls)
+    for window in (7, 16, 2):
+        controls["window"].value = window
+    controls["dilation"].value = 8
+    assert drawn == [(5, 3), (7, 2), (16, 1), (2, 1), (2, 8)]  # one figure for each step
+    assert controls["dilation"].options == tuple(range(1, 9))
+
+
+def test_frames_and_options_name_controls():
+    for argument in ({"frames": {"side": [1]}}, {"options": {"side": list}}):
+        with pytest.raises(ValueError, match=rf"{next(iter(argument))} must name controls \(number\), got 'side'"):
+            explore(figure_of, number=IntSlider(1, 0, 9), **argument)
 
 
 def empty_panels():

@@ -143,8 +143,13 @@ def _save(figure: Figure, stem: Path) -> None:
 
 def in_256_colours(png: bytes) -> bytes:
     """A PNG without transparency in 256 colours: a third of the bytes, each colour off by some 20 of 255 at most."""
+    return in_colours(png, 256)
+
+
+def in_colours(png: bytes, count: int) -> bytes:
+    """A PNG without transparency in at most so many colours."""
     with Image.open(BytesIO(png)) as image, BytesIO() as small:
         # Others spend the colours on the shades that are the most frequent, and miss those of thin lines.
-        few = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few = image.convert("RGB").quantize(count, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         few.save(small, "PNG", optimize=True)
         return small.getvalue()

@@ -6,5 +6,6 @@ folders     where a run lies while it goes on and afterwards
 execute     one notebook by papermill
 manifest    what ran, where, with what, and how it ended
 report      pages and tables of what lies in the folders
+site        the checkout as one site: notebooks as run, documents, evidence, a search
 doctor      what this machine and its packages can do
 """

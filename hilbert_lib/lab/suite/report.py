@@ -136,11 +136,13 @@ def write_index(root: Path) -> Path:
         unfinished = sum(manifest["status"] != "ok" for manifest in manifests)
         progress = f"{len(manifests) - unfinished} finished" + (f", {unfinished} not" if unfinished else "")
         end, place = max(manifest["end"] for manifest in manifests), run.relative_to(root).as_posix()
-        hardware = say_hardware(manifests[0]["environment"])
-        link = f"[{plain(place)}]({_url(place)}/{INDEX})"
-        rows.append((end, f"| {link} | {hardware} | {_say_moment(end)} | {progress} |"))
+        facts = manifests[0]["environment"]
+        code = (facts["commit"] or "unknown code")[:7] + (" with local changes" if facts["dirty"] else "")
+        name = f"{say_hardware(facts)}, torch {facts['torch']}, {code}"
+        link = f"[{plain(name)}]({_url(place)}/{INDEX})"
+        rows.append((end, f"| {link} | {_say_moment(end)} | {progress} | {plain(place)} |"))
     text = (root / README).read_text("utf-8", "replace") if (root / README).exists() else f"# {TITLE}"
-    head = "## Every run\n\n| run | hardware | last change | notebooks |\n| --- | --- | --- | --- |\n"
+    head = "## Every run\n\n| run | last change | notebooks | folder |\n| --- | --- | --- | --- |\n"
     table = "\n".join(row for _, row in sorted(rows, reverse=True))
 
     def page_of(path: str) -> str | None:
