@@ -1,9 +1,12 @@
 """What sets the project up: scripts/setup.sh with stand-ins for python, pip and df, and the files for conda."""
 
+import json
 import platform
+import re
 import shutil
 import subprocess
 import tomllib
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 
@@ -161,6 +164,43 @@ def test_the_public_workflow_runs_the_commands_with_the_pinned_torch():
         commands = [step["run"] for step in job["steps"] if "run" in step]
         assert commands[1:] == expected[name]
         assert pin in commands[0].split()
+
+
+def test_the_image_sets_up_what_the_workflow_does_and_leaves_out_nothing_that_setup_reads():
+    """Held against the files that it names: nothing here can build it."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    steps = re.sub(r"\\\n\s*", "", dockerfile)
+    base = re.search(r"^FROM python:(\d+\.\d+)-slim", steps, re.M).group(1)
+    assert Requirement(f"python{PYPROJECT['requires-python']}").specifier.contains(base)
+    assert f"Python {base}" in (ROOT / "constraints.txt").read_text().splitlines()[0]
+    (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]["steps"]
+    (torch_install,) = [
+        line for step in workflow for line in step.get("run", "").splitlines() if "--torch-backend" in line
+    ]
+    assert torch_install.split()[-1] == pin
+    assert f"--torch-backend=cpu {pin}\n" in steps
+    system = re.search(r"apt-get install -y --no-install-recommends ([\w+ ]+?) *&&", steps).group(1).split()
+    assert {"git", "make", "g++"} <= set(system)  # the README's two, and torch.compile's
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    command = json.loads(re.search(r"^CMD (.+)$", steps, re.M).group(1))
+    called = [*re.findall(r"(?:RUN|hilbert) make ([a-z]+)", steps), command[1]]
+    assert set(called) <= targets
+    assert {"setup", "lab"} <= set(called)
+    assert steps.index("COPY --chown=reader . ./") < steps.index("RUN make setup")
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    needed = [
+        "pyproject.toml",
+        "constraints.txt",
+        "scripts/setup.sh",
+        "README.md",
+        "LICENSE",
+        "hilbert_lib",
+        "notebooks",
+    ]
+    for path in [*needed, "reports/h200", "reports/README.md", "docs"]:
+        assert (ROOT / path).exists()
+        assert not any(fnmatch(f"{path}/", f"{pattern.rstrip('/')}/*") or path == pattern for pattern in ignored), path
 
 
 def test_the_libraries_of_the_clients_are_pinned_and_in_an_environment_of_their_own(project):

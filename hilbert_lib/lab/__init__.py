@@ -30,6 +30,7 @@ What becomes of it:
 
 environment   the machine, the software and the code
 records       files of what was measured
+record_schema  what a record must hold: no speed without a check that passed
 tables        records as tables
 figures       every plot
 ledger        what the documents claim, and what was found

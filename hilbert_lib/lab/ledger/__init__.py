@@ -12,6 +12,7 @@ in_print    publications about orders and windows, and cases of what they claim
 options     cases of the options of a call, and of the layers of a video model
 directions  where the documents want to go on, and what became of it
 ring        cases of several ranks, planned and measured
+artifact    headline numbers for reviewers: command, minutes, expected value, tolerance
 documents   the pairs that some claims time by themselves
 rerun       measuring a claim again
 numbers     the numbers that README and notebooks tell, by name, in sentences written by hand

@@ -26,6 +26,7 @@ from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger import kernels, learning, models
 from hilbert_lib.lab.ledger.answer import ROOT, answer
+from hilbert_lib.lab.ledger.artifact import artifact_table, between_runs
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.ledger.directions import directions_table
@@ -52,7 +53,7 @@ from hilbert_lib.lab.training import KIND as TRAINING
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
-TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")
+TEXTS = ("README.md", "reports/README.md", "docs/artifact.md", "notebooks/*.ipynb")
 CHOICE, KERNELS, ORDERS = "05_backend_selection", "06_kernel_benchmarks", "06b_orders_and_counters"
 DIRECTIONS = "14_directions"
 RING, GRIDS = "07_ring_attention", "08b_kernels_on_grids"
@@ -92,7 +93,8 @@ def numbers() -> dict[str, str]:
         gpu = say_hardware(run_environment(run, file)).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
         slots[f"{name}_run"] = f"[{gpu}]({run.relative_to(ROOT).as_posix()})"
     texts = {name: value if isinstance(value, str) else f"{value:,}" for name, value in slots.items()}
-    return {**texts, "directions": directions_table(texts)}
+    texts["between_runs"] = str(between_runs())
+    return {**texts, "directions": directions_table(texts), "artifact": artifact_table(texts)}
 
 
 def fill(text: str, numbers: Mapping[str, str]) -> str:

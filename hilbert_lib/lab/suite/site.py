@@ -79,7 +79,7 @@ def runs_of(root: Path) -> Iterator[tuple[Page, dict]]:
 
 
 def say_run(manifest: dict) -> str:
-    """What ran, on what and when: the name of a run for readers.
+    """The name of a run for readers: its notebook, the hardware and the end.
 
     >>> facts = {"gpus": [], "cpu": "a CPU", "cores": 2, "hardware": "a CPU"}
     >>> say_run({"notebook": "08_where", "environment": facts, "end": "2026-11-28T09:46:07+00:00"})
