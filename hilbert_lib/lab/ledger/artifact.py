@@ -126,7 +126,7 @@ def artifact_table(numbers: Mapping[str, str]) -> str:
 
 
 def tolerance(kind: str) -> str:
-    """How near another run on the same kind of machine is expected to come."""
+    """The distance that another run on the same kind of machine may have from the number."""
     if kind in PERCENT:
         return f"± {PERCENT[kind]} %"
     return "exact" if kind == COUNTED else "at most twice"
