@@ -130,8 +130,8 @@ def markdown_of(path):
 
 
 def broken_paragraphs(text):
-    """Lines that begin with a comment, which ends their paragraph in CommonMark. Two tables are blocks of their own."""
-    return re.findall(r"^\s*(?:[-*+>]\s+|\d+\.\s+)?<!--(?!(?:runs|directions)-->$|/-->$).*", text, re.M)
+    """Lines that begin with a comment, which ends their paragraph in CommonMark. Three tables are their own blocks."""
+    return re.findall(r"^\s*(?:[-*+>]\s+|\d+\.\s+)?<!--(?!(?:runs|directions|artifact)-->$|/-->$).*", text, re.M)
 
 
 @pytest.mark.parametrize("path", PAGES_AND_NOTEBOOKS, ids=lambda path: path.stem)
@@ -144,7 +144,7 @@ def test_a_line_that_begins_with_a_slot_is_seen_and_filling_makes_none():
     for line in ("<!--a-->1<!--/-->, and", "  <!--a-->1<!--/-->", "- <!--a-->1<!--/--> is", "2. <!--a-->1<!--/-->"):
         assert broken_paragraphs(f"a sentence of\n{line}\n")
     assert not broken_paragraphs("of <!--a-->1<!--/--> and\n| <!--a-->1<!--/--> |\n<!--runs-->\n| a |\n<!--/-->\n")
-    assert [name for name, value in numbers().items() if "\n" in value] == ["runs", "directions"]
+    assert [name for name, value in numbers().items() if "\n" in value] == ["runs", "directions", "artifact"]
 
 
 def test_the_readmes_example_runs_and_equals_the_oracle():
