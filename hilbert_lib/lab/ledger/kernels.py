@@ -21,7 +21,7 @@ from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pair_table, pool_table
 from hilbert_lib.lab.sweeps.points import AS_GIVEN, ORDER_SWEEP, POINT_SWEEP
-from hilbert_lib.lab.tables import fused_name, ratio_table, side_table
+from hilbert_lib.lab.tables import fused_name, ratio_table, side_table, sides_of
 
 Records = list[dict]  # of a results.jsonl
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
@@ -132,13 +132,13 @@ def over_lists(records: Records, kernel: str) -> pd.DataFrame:
 
 
 def point_gains(records: Records) -> pd.DataFrame:
-    """Time of lists whose work goes row by row over that of other orders of work, forward. Empty without records.
+    """Time of lists whose work goes row by row over that of other orders of work, forward. Empty if none was timed.
 
     An interval is of the two pairs with the library's own order that a value comes from.
     """
     case = ["cloud", "points", "window", "head_dim"]
     columns = ["order", *case, *INTERVAL]
-    if not records:
+    if not any(sides_of(record)[0]["parameters"]["sweep"] == ORDER_SWEEP for record in records):
         return pd.DataFrame(columns=columns)
     table = ratios(records, sweep=ORDER_SWEEP, where="direction == 'forward'")
     names = table.base.str.removesuffix(AS_GIVEN)

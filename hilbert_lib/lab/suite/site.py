@@ -25,6 +25,7 @@ from hilbert_lib.lab.suite.points import say_values
 SLIDER = "slider"  # in the metadata of an output that is kept: the HTML that code hosts would not show
 TEXTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "reports/*.md")
 LINK = re.compile(r"(?<!\!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+IMAGE = re.compile(r'<img src="([^"]+)"[^>]*? alt="([^"]*)"[^>]*>')  # whose file Sphinx would not copy
 SLOT = re.compile(r"<!--\w*-->|<!--/-->")  # of numbers: comments, which would cut a paragraph at the start of a line
 STYLE = """\
 .bd-header { display: none; }
@@ -159,7 +160,7 @@ def _for_pages(text: str, place: str, root: Path, known: set[str]) -> str:
             return f"[{label}]({relpath(inside[0], base)}{mark}{anchor})"
         return label
 
-    return LINK.sub(lead, SLOT.sub("", text))
+    return LINK.sub(lead, IMAGE.sub(r"![\2](\1)", SLOT.sub("", text)))
 
 
 def _notebook(notebook: dict, place: str, root: Path, known: set[str], about: str) -> dict:

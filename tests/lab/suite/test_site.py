@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from base64 import b64decode
 from pathlib import Path
 
 import nbformat
@@ -33,8 +34,11 @@ def checkout(tmp_path_factory):
     (root / "README.md").write_text(
         "# Ours\n\nIt ran\n<!--fast-->1.5<!--/--> times as fast ([run]("
         + place
-        + "), [recipe](docs/recipes.md), [licence](LICENSE), [out](https://example.org)).\n"
+        + "), [recipe](docs/recipes.md), [licence](LICENSE), [out](https://example.org)).\n\n"
+        '<img src="notebooks/map.png" width="60%" alt="a map">\n'
     )
+    (root / "notebooks").mkdir(exist_ok=True)
+    (root / "notebooks/map.png").write_bytes(b64decode(PIXEL))
     (root / "docs/recipes.md").write_text("# Recipes\n\nA quokka, and $x^2$.\n")
     (root / "reports/README.md").write_text("# The evidence\n\n[back](../README.md)\n")
     shutil.rmtree(root / "reports/notebooks")
@@ -103,6 +107,8 @@ def test_links_lead_to_pages_or_are_words(pages):
     assert "LICENSE" not in readme
     assert 'href="https://example.org"' in readme
     assert "gone" in (pages / "notebooks/03_pay.html").read_text()
+    assert re.search(r'<img alt="a map" [^>]*src="_images/map\.png"', readme)
+    assert (pages / "_images/map.png").exists()
     assert "<msup>" in (pages / "docs/recipes.html").read_text()
 
 

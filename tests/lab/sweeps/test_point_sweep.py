@@ -192,6 +192,8 @@ def test_gains_of_an_order_of_work_are_over_row_by_row():
     assert gains.loc["hilbert", ["low", "high"]].tolist() == [1.75 / 1.5, 2.25 / 1.0]
     assert gains.loc["hilbert, halved", ["low", "high"]].tolist() == [1.75, 2.25]
     assert kernels.point_gains([]).empty
+    one = {"name": "lists", "parameters": {"sweep": "points"}}
+    assert kernels.point_gains([{"a": one, "b": one}]).empty  # of a run that was cut short
 
 
 def test_the_pictures_say_what_is_counted():
