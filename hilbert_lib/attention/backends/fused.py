@@ -169,8 +169,8 @@ def _parts(q: Tensor, k: Tensor, call: Request) -> int:
 BACKENDS = (
     Backend(
         name="hopper",
-        note="warp-specialised kernels that fuse branches; plain ones compute a branch that their copy engine does not "
-        "reach, and the backward of a call with a query_start",
+        note="warp-specialised kernels that fuse branches; plain kernels compute a branch whose rows TMA, the GPU's "
+        "unit for copies, cannot load, and the backward of a call with a query_start",
         colour="#D55E00",
         functions=_hopper_functions,
         limits=_hopper_limits,

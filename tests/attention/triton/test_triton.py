@@ -291,12 +291,12 @@ def test_causality_a_mask_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys
         assert launch.hopper.masked(pattern, (one,), 1024, is_causal, True, 128) == (True,)
 
 
-def test_a_call_is_served_where_the_copy_engine_reaches_some_branch():
+def test_a_call_is_served_where_tma_can_load_all_rows_of_a_branch():
     for branches, length, serves in ((((8, 9), (1, 4)), 10, True), (((9,), (4,)), 10, False), (((8,), (4,)), 8, True)):
         q = torch.zeros(1, length, 1, 64, dtype=torch.bfloat16)
         call = Request(DilatedPattern(*branches))
         assert not launch.hopper.refusal(q, call)
-        assert ("copy engine" in launch.hopper.refusal_of_keys(q, q, call)) == (not serves)
+        assert ("TMA" in launch.hopper.refusal_of_keys(q, q, call)) == (not serves)
 
 
 NAMED = {  # branches, length, options, an expanded tensor, and whether "hopper" runs its kernels forward and backward

@@ -44,7 +44,7 @@ def refusal_of_keys(q: Tensor, k: Tensor, call: Request) -> str:
     if q.shape[1] != k.shape[1] and decode.serves(q, k, call):
         return f"decodes nothing: {q.shape[1]} queries of {k.shape[1]} keys are shared out key by key{SEE_PLAIN}"
     if not _reaches_some(call.pattern, k.shape[1]):
-        return f"its copy engine reaches all rows of no branch of {k.shape[1]} keys{SEE_PLAIN}"
+        return f"needs a branch all of whose rows TMA can load, and no branch of {k.shape[1]} keys is one{SEE_PLAIN}"
     return ""
 
 
