@@ -145,9 +145,9 @@ class KnownCall:
             return results
         if not self.starts_kernels:
             return run_forward(*self._unpacked(tensors), self.served)
-        with taped() as tape:
+        with taped(tensors) as tape:
             results = run_forward(*self._unpacked(tensors), self.served)
-        self.recording, self.starts_kernels = tape.recording(tensors, results), tape.has_starts
+        self.recording, self.starts_kernels = tape.recording(results), tape.has_starts
         return results
 
     def saved(self, tensors: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
@@ -182,10 +182,10 @@ class KnownCall:
             return self._own(operators.dispatched_backward(dout, inputs, out, lse, dlse, request, self.served.name))
         if not (may_record and self.backward_starts_kernels):
             return self._own(unwatched_backward(dout, inputs, out, lse, dlse, request, self.served))
-        with taped() as tape:
+        with taped(given) as tape:
             grads = self._own(unwatched_backward(dout, inputs, out, lse, dlse, request, self.served))
         self.backward_starts_kernels = tape.has_starts
-        if (recording := tape.recording(given, grads)) is not None:
+        if (recording := tape.recording(grads)) is not None:
             if len(self.backward_recordings) >= MOST_BACKWARDS:
                 self.backward_recordings.clear()
             self.backward_recordings.append(BackwardRecording(form_check(*given), is_deterministic, recording))

@@ -6,7 +6,7 @@
 
 A call may be repeated where its starts are all that it did: each of their tensors is one of the call, one that an
 earlier start returned, or a table that calls share, and each result of the call is one that a start returned. What
-torch computes beside them gives another tensor, or shows in the version of one.
+torch computes beside them gives another tensor, or shows in the version of one. A tape holds no tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,50 +22,93 @@ from torch import Tensor
 from hilbert_lib.graph_cache import is_shared
 
 
-class Entry(NamedTuple):
-    """A start that was recorded, and the tensors that it was given, made and returned."""
+class _Known(NamedTuple):
+    # A tensor of the call, or one that a start returned.
+    tensor: ref
+    number: int
+    version: int | None  # None of an inference tensor, which has none
 
+
+class _Entry(NamedTuple):
+    # A start that was recorded.
     recording: object  # `triton.start.Recording`
-    tensors: Sequence[Tensor | None]
-    made: Sequence[Tensor | None]
-    results: Sequence[Tensor | None]
+    numbers: list[int | None]  # of its tensors; None for none, for one without elements, and for a shared table
+    shared: dict[int, ref]  # these tables, by place
+    made: list[ref | None]  # what it made, of which some is returned
+    results: range  # numbers of what it returned
 
 
 class Tape:
-    """The starts of a call of one thread, in order."""
+    """The starts of a call of one thread, in order.
 
-    def __init__(self):
-        self.entries: list[Entry] = []
-        self.versions: list[tuple[Tensor, int]] = []
-        self.is_whole = True  # whether every start was recorded
+    Args:
+        given: the tensors of the call.
+    """
 
-    @property
-    def has_starts(self) -> bool:
-        """Whether compiled kernels were started."""
-        return bool(self.entries) or not self.is_whole
+    def __init__(self, given: Sequence[Tensor]):
+        self._known: dict[int, _Known] = {}
+        self._count = self._given = 0
+        self._entries: list[_Entry] = []
+        self.has_starts = False  # of compiled kernels
+        self._add(given)
+        self._given = self._count
+        self._is_whole = len(self._known) == len(given)  # of one tensor there may be two later
 
-    def note(self, entry: Entry | None) -> None:
-        """Note a start: None for one that was not recorded."""
-        self.is_whole = self.is_whole and entry is not None
-        if self.is_whole:
-            self.entries.append(entry)
-            self.versions += [(x, x._version) for x in entry.results if x is not None and not x.is_inference()]
+    def _add(self, tensors: Sequence[Tensor | None]) -> range:
+        # The numbers of tensors, from now on.
+        first = self._count
+        for x in tensors:
+            if x is not None:
+                version = None if x.is_inference() else x._version
+                self._known[id(x)] = _Known(ref(x), self._count, version)
+            self._count += 1
+        return range(first, self._count)
 
-    def recording(self, given: Sequence[Tensor], results: Sequence[Tensor | None]) -> object:
-        """A recording of the call for tensors like `given`; None where more was done than its starts.
+    def _number_of(self, x: Tensor) -> int | None:
+        # None for a tensor that is unknown, and for one that torch changed.
+        known = self._known.get(id(x))
+        if known is None or known.tensor() is not x:
+            return None
+        if known.version is None:  # of an earlier start nobody knows whether it was changed since
+            return known.number if known.number < self._given or len(self._entries) == 1 else None
+        return known.number if known.version == x._version else None
+
+    def note(self, recording: object, tensors: Sequence, made: Sequence, results: Sequence) -> None:
+        """Note a start: its recording, None where it has none, and the tensors that it was given, made and returned."""
+        self.has_starts, self._is_whole = True, self._is_whole and recording is not None
+        if not self._is_whole:
+            return
+        numbers, shared = [], {}
+        for place, x in enumerate(tensors):
+            number = None
+            if x is not None and x.numel():
+                number = self._number_of(x)
+                if number is None and is_shared(x):
+                    shared[place] = ref(x)
+                elif number is None:
+                    self._is_whole = False
+            numbers.append(number)
+        described = [number for number, _ in recording.descriptors if number < len(numbers)]
+        if any(numbers[number] is None for number in described):
+            self._is_whole = False
+        made = [x if x is None else ref(x) for x in made]
+        self._entries.append(_Entry(recording, numbers, shared, made, self._add(results)))
+
+    def recording(self, results: Sequence[Tensor | None]) -> object:
+        """A recording of the call for tensors like those of this one; None where more was done than its starts.
 
         results: those that it is to return.
         """
-        numbers = {id(x): number for number, x in enumerate(given)}
-        if not (self.is_whole and self.entries) or len(numbers) < len(given):  # of one tensor there may be two later
+        if not (self._is_whole and self._entries):
             return None
-        if any(x._version != version for x, version in self.versions):
+        numbers = [None if x is None else self._number_of(x) for x in results]
+        if any(number is None and x is not None for number, x in zip(numbers, results, strict=True)):
             return None
-        if len(self.entries) > 1 and any(x.is_inference() for x in self.entries[0].results if x is not None):
-            return None  # they have no version
-        if len(self.entries) == 1:
-            return _moved(self.entries[0], numbers, results)
-        return _repeated(self.entries, numbers, results)
+        if any(number is not None and number < self._given for number in numbers):
+            return None
+        if len(self._entries) == 1:
+            return _moved(self._entries[0], self._given, numbers, results)
+        return _repeated(self._entries, numbers)
 
 
 class _Running(local):
@@ -76,9 +119,9 @@ _running = _Running()
 
 
 @contextmanager
-def taped() -> Iterator[Tape]:
-    """A context, and the tape of the starts in it."""
-    before, _running.tape = _running.tape, Tape()
+def taped(given: Sequence[Tensor]) -> Iterator[Tape]:
+    """A context, and the tape of the starts in it, for a call of these tensors."""
+    before, _running.tape = _running.tape, Tape(given)
     try:
         yield _running.tape
     finally:
@@ -86,9 +129,9 @@ def taped() -> Iterator[Tape]:
 
 
 def note(recording: object, tensors: Sequence, made: Sequence, results: Sequence) -> None:
-    """Note a start on the tape that runs, if one does: recording is None for one that was not recorded."""
+    """`Tape.note` of the tape that runs, if one does."""
     if _running.tape is not None:
-        _running.tape.note(None if recording is None else Entry(recording, tensors, made, results))
+        _running.tape.note(recording, tensors, made, results)
 
 
 class Repeated(NamedTuple):
@@ -98,11 +141,11 @@ class Repeated(NamedTuple):
     numbers: list[int | None]  # of the results
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor | None] | None:
-        """Start all: the results. None where one start cannot be repeated: what was made by others is let go."""
+        """Start all: the results. None where one start cannot be repeated: what others made is let go."""
         values = [*tensors]
         for recording, numbers, shared, let_go in self.starts:
             given = [None if number is None else values[number] for number in numbers]
-            for place, table in shared:
+            for place, table in shared.items():
                 if (x := table()) is None:
                     return None
                 given[place] = x
@@ -114,71 +157,44 @@ class Repeated(NamedTuple):
         return [None if number is None else values[number] for number in self.numbers]
 
 
-def _repeated(entries: list[Entry], numbers: dict[int, int], results: Sequence[Tensor | None]) -> Repeated | None:
-    # numbers: of the call's tensors, by id; those that starts return join them.
-    count, starts, last_use = len(numbers), [], {}
-    for entry in entries:
-        if (places := _places(entry, numbers)) is None:
-            return None
-        given, shared = places
-        last_use |= {number: len(starts) for number in given if number is not None}
-        starts.append((entry.recording, given, [(place, ref(x)) for place, x in shared.items()], []))
-        for x in entry.results:
-            if x is not None:
-                numbers[id(x)] = count
-            last_use[count] = len(starts) - 1
-            count += 1
-    wanted = [None if x is None else numbers.get(id(x), -1) for x in results]
-    if -1 in wanted:
-        return None
+def _repeated(entries: list[_Entry], wanted: list[int | None]) -> Repeated:
+    # wanted: numbers of the results.
+    last_use = {}
+    for place, entry in enumerate(entries):
+        last_use |= dict.fromkeys([*entry.numbers, *entry.results], place)
+    starts = [(entry.recording, entry.numbers, entry.shared, []) for entry in entries]
     for number, place in last_use.items():
-        if number not in wanted:
+        if number is not None and number not in wanted:
             starts[place][3].append(number)
     return Repeated(starts, wanted)
 
 
-def _moved(entry: Entry, numbers: dict[int, int], results: Sequence[Tensor | None]) -> object | None:
-    # The recording of the one start of a call, for the tensors of the call in their order.
-    if (places := _places(entry, numbers)) is None or (finish := _finish_of(entry, results)) is None:
-        return None
-    (given, shared), recording = places, entry.recording
-    made = range(len(numbers), len(numbers) + len(recording.made) + len(recording.descriptors))
-    moved, launches = [*given, *made], []
+def _moved(entry: _Entry, count: int, wanted: list[int | None], results: Sequence[Tensor | None]) -> object:
+    # The recording of the one start of a call, for the `count` tensors of the call in their order.
+    recording = entry.recording
+    moved = [*entry.numbers, *range(count, count + len(recording.made) + len(recording.descriptors))]
+    launches = []
     for launch in recording.launches:
-        arguments = launch.arguments.copy()
+        arguments, own = launch.arguments.copy(), []
         for place, number in launch.own:
-            if number in shared:
-                arguments[place] = shared[number].data_ptr()
-        own = [(place, moved[number]) for place, number in launch.own if moved[number] is not None]
+            if number in entry.shared:
+                arguments[place] = entry.shared[number]().data_ptr()
+            elif moved[number] is not None:
+                own.append((place, moved[number]))
         launches.append(launch._replace(arguments=arguments, own=own))
     descriptors = [(moved[number], descriptor) for number, descriptor in recording.descriptors]
-    tables = [*recording.tables, *map(ref, shared.values())]
+    tables = [*recording.tables, *entry.shared.values()]
+    finish = _finish_of(entry, wanted, results)
     return recording._replace(launches=launches, descriptors=descriptors, tables=tables, finish=finish)
 
 
-def _places(entry: Entry, numbers: dict[int, int]) -> tuple[list[int | None], dict[int, Tensor]] | None:
-    # The number of each tensor of a start, None for one without elements; and the shared tables among them, by place.
-    given, shared = [], {}
-    for place, x in enumerate(entry.tensors):
-        number = None if x is None or not x.numel() else numbers.get(id(x))
-        if number is None and x is not None and x.numel():
-            if not is_shared(x):
-                return None
-            shared[place] = x
-        given.append(number)
-    described = [number for number, _ in entry.recording.descriptors if number < len(given)]
-    return None if any(given[number] is None for number in described) else (given, shared)
-
-
-def _finish_of(entry: Entry, results: Sequence[Tensor | None]) -> Callable | None:
-    # What makes these of the tensors that a start makes: they are some of them, or of what the start returned.
-    made = {id(x): place for place, x in enumerate(entry.made) if x is not None}
+def _finish_of(entry: _Entry, wanted: list[int | None], results: Sequence[Tensor | None]) -> Callable:
+    # What makes these results of the tensors that a start makes: they are some of them, or of what the start returned.
+    made = {id(x()): place for place, x in enumerate(entry.made) if x is not None and x() is not None}
     if len(results) > 1 and all(id(x) in made for x in results):
         return itemgetter(*(made[id(x)] for x in results))
-    returned = {id(x): place for place, x in enumerate(entry.results) if x is not None}
-    if any(x is not None and id(x) not in returned for x in results):
-        return None
-    return partial(_picked, entry.recording.finish, [returned.get(id(x)) for x in results])
+    places = [None if number is None else number - entry.results.start for number in wanted]
+    return partial(_picked, entry.recording.finish, places)
 
 
 def _picked(finish: Callable, places: list[int | None], made: list[Tensor | None]) -> list[Tensor | None]:
