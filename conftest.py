@@ -1,6 +1,7 @@
 """How every process collects its garbage, and what the notebooks' cells are held to, also by pytest on one alone."""
 
 import gc
+import importlib
 import os
 import runpy
 import sys
@@ -16,6 +17,7 @@ STARTUP = Path(__file__).parent / "tests/startup"
 # In this process, in what it starts with its own `sys.path`, and in all else that is started.
 runpy.run_path(str(STARTUP / "sitecustomize.py"))
 sys.path.append(str(STARTUP))
+copied_kernels = importlib.import_module("copied_kernels")
 # Small tensors gain nothing from more threads, and a thread that waits for work keeps its core busy: notebook 03 by
 # itself took 14 times the processor time where others worked beside it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,9 +25,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.enviro
 # What the modules and the tests made lives to the end: neither the many imports nor the collections of garbage with
 # which measurements of memory begin need to go through it.
 gc.disable()
-
-
-kernels = None  # what is copied for notebooks that follow each other
 
 
 def pytest_collection_finish(session):
@@ -36,23 +35,16 @@ def pytest_collection_finish(session):
 
 def start_kernel(start, *arguments, **options):
     """A kernel for nbval, in the place of its own function."""
-    from copied_kernels import CopiedKernels
-
-    global kernels
-    kernels = kernels or CopiedKernels()
-    if not kernels.can_copy:
+    kernels = copied_kernels.shared()
+    if kernels.door is None:
         return start(*arguments, **options)
     with patch("jupyter_client.provisioning.local_provisioner.launch_kernel", kernels.launch):
         return start(*arguments, **options)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    yield
-    global kernels
-    if kernels is not None and (nextitem is None or nextitem.path.suffix != ".ipynb"):
-        kernels.end()
-        kernels = None
+def pytest_sessionfinish():
+    if copied_kernels.shared.cache_info().currsize:
+        copied_kernels.shared().end()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -44,7 +44,7 @@ def recipes():
 
 
 @pytest.mark.parametrize("title", list(recipes()))
-def test_every_recipe_runs(title, tmp_path, monkeypatch):
+def test_every_recipe_runs(title, tmp_path, monkeypatch, calls_are_copied):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", RECIPES[title], re.S)

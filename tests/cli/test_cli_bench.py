@@ -72,6 +72,7 @@ def test_the_exit_status_is_1_if_anything_failed(bench, monkeypatch, statuses, s
     bench("attention", *SMALL, "--backends", "sdpa", "--direction", "forward,backward", status=status)
 
 
+@pytest.mark.usefixtures("calls_are_copied")
 def test_backends_are_timed_recorded_shown_and_reused(bench, tmp_path):
     asked = ["attention", *SMALL, "--backends", "sdpa,eager,flash", "--json", "out.jsonl"]
     first = bench(*asked)
@@ -107,6 +108,7 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why(bench, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("calls_are_copied")
 def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.jsonl")
     monkeypatch.setattr(records, "append_lines", Mock(side_effect=full))

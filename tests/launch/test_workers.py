@@ -45,7 +45,7 @@ def test_every_rank_is_called_and_what_rank_0_prints_is_seen_while_it_runs(tmp_p
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_rank_that_ends_badly_after_its_result_has_not_failed(monkeypatch):
+def test_a_rank_that_ends_badly_after_its_result_has_not_failed(monkeypatch, calls_are_copied):
     fork_ranks(monkeypatch)
     assert run_ranks("faulty_ranks:aborting_at_its_end", 2, backend="gloo") == [0, 1]
 
@@ -149,7 +149,7 @@ def test_rings_over_two_launchers_compute_what_one_process_does(job, monkeypatch
             assert mine <= 2 * one, (call, name, mine, one)
 
 
-def test_the_pages_call_returns_one_value_a_rank(job, monkeypatch):
+def test_the_pages_call_returns_one_value_a_rank(job, monkeypatch, calls_are_copied):
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     fork_ranks(monkeypatch)

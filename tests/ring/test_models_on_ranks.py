@@ -8,6 +8,7 @@ from functools import cache
 
 import model_ranks
 import pytest
+from copied_calls import copy_calls
 from forked_ranks import fork_ranks
 
 from hilbert_lib.launch import REFUSED
@@ -41,6 +42,7 @@ SAID = {
 @cache
 def _found() -> list[dict] | RankError:
     with pytest.MonkeyPatch.context() as patch:
+        copy_calls(patch)
         fork_ranks(patch, ["torch.distributed.fsdp", "torch._dynamo"])
         calls = {str(ranks): calls for ranks, calls in CALLS.items()}
         try:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from allpairspy import AllPairs
 from cases import BRANCHES, HEADS, LARGE_RULES, MORE, RULES, points_of, shape_of
+from copied_calls import copy_calls
 from forked_ranks import fork_ranks
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
@@ -495,6 +496,7 @@ def _answers(ranks: int, backend: str) -> list[list]:
 def _all_answers(**waiting) -> list[dict] | RankError:
     calls = {str(ranks): calls_of(ranks, "gloo") for ranks in sorted(CALLS) if ranks <= TOGETHER}
     with pytest.MonkeyPatch.context() as patch:
+        copy_calls(patch)
         fork_ranks(patch, ["ring_ranks", *COMPILER, *(["hastened"] if kernel_mode() == "interpreted" else [])])
         try:
             return run_ranks("ring_ranks:run_on_fewer", TOGETHER, {"calls": calls}, **waiting)

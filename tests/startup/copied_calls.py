@@ -1,8 +1,9 @@
-"""Isolated calls of notebooks, which are copies of the process that their kernels are copies of: it has loaded torch.
+"""Isolated calls that are copies of the process that notebooks' kernels are copies of: it has loaded torch.
 
 How such a call is really started, and what is left of it, is tested in tests/launch and tests/lab/guarded.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -17,11 +18,18 @@ from types import SimpleNamespace
 DOOR = "HILBERT_TEST_COPIES"  # in the environment: the socket at which copies are asked for
 
 
-def copy_calls() -> None:
-    """From here on `run_isolated` copies the process at the door."""
+def copy_calls(monkeypatch, door: str | None = None) -> None:
+    """From here on `run_isolated` copies the process at the door; not where a copy might use a GPU, which none can.
+
+    door: by default that of the process which this one's tests share.
+    """
+    import torch
+
     from hilbert_lib.launch import isolated
 
-    isolated.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": Call})
+    if not torch.cuda.is_available():
+        monkeypatch.setenv(DOOR, door or importlib.import_module("copied_kernels").shared().door)
+        monkeypatch.setattr(isolated, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Call}))
 
 
 class Call:

@@ -19,12 +19,12 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from select import select
 
 import psutil
-from copied_calls import DOOR, Copier, copy_calls
+from copied_calls import Copier, copy_calls
 from copied_ranks import LOADED as LOADED_BY_RANKS
 
 LOADED = ("torch", "torch._dynamo", "pandas", "matplotlib.pyplot", "ipykernel.ipkernel", "ipykernel.kernelapp")
@@ -43,7 +43,7 @@ class CopiedKernels:
         self._process = subprocess.Popen(command, pass_fds=[other.fileno()], env=env, stdin=subprocess.DEVNULL)
         other.close()
         self._channel, self._answers = own, own.makefile("r")
-        self.can_copy = json.loads(self._answers.readline())
+        self.door = json.loads(self._answers.readline())  # where isolated calls are copied; None where nothing can be
 
     def launch(self, command: list[str], *, env: dict[str, str], cwd: str | None = None, **_) -> "Kernel":
         """In the place of `jupyter_client.launcher.launch_kernel`."""
@@ -56,6 +56,12 @@ class CopiedKernels:
         self._answers.close()
         self._channel.close()
         self._process.wait()
+
+
+@cache
+def shared() -> CopiedKernels:
+    """The process that all of this one's tests and notebooks copy. It ends with this one, whose channel it reads."""
+    return CopiedKernels()
 
 
 class Kernel:
@@ -106,7 +112,7 @@ def serve(channel: socket.socket) -> None:
     folder = tempfile.mkdtemp()  # no TemporaryDirectory, which the end of each copy would remove
     copier = Copier(f"{folder}/door")
     signal.signal(signal.SIGCHLD, partial(_reap, copier))
-    channel.sendall(json.dumps(can_copy).encode() + b"\n")
+    channel.sendall(json.dumps(f"{folder}/door" if can_copy else None).encode() + b"\n")
     orders = channel.makefile("r")
     while True:
         asking, _, _ = select([channel, copier], [], [])
@@ -141,8 +147,8 @@ def _run(command: list[str], env: dict[str, str], cwd: str, door: str) -> None:
     os.chdir(cwd)
     interpreting = {name: os.environ[name] for name in (INTERPRETING,) if name in os.environ}
     os.environ.clear()
-    os.environ.update(env | interpreting | {DOOR: door})
-    copy_calls()
+    os.environ.update(env | interpreting)
+    copy_calls(pytest.MonkeyPatch(), door)
     fork_ranks(pytest.MonkeyPatch(), LOADED_BY_RANKS)
     _, _, module, *sys.argv[1:] = command
     status = 1

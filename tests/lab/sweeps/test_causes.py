@@ -55,7 +55,7 @@ def test_first_calls_find_nothing_compiled_and_the_standard_side_is_first(monkey
     assert seen[:20] == [("standard", [])] * 10 + [("hilbert", [])] * 10
 
 
-def test_each_cause_is_measured_once_in_processes_of_its_own(tmp_path, monkeypatch):
+def test_each_cause_is_measured_once_in_processes_of_its_own(tmp_path, monkeypatch, calls_are_copied):
     run = {"device": "cpu", "output_dir": str(tmp_path), "shorter": 128}
     records = causes.rebuild_printed(["2.66"], **run)
     table = causes.cause_table(records).set_index("cause")
@@ -75,6 +75,7 @@ def test_the_finding_is_the_cause_that_alone_comes_nearest():
     assert causes.finding(table, "a GPU") == said
 
 
+@pytest.mark.usefixtures("calls_are_copied")
 def test_what_is_not_printed_and_what_fails_is_said():
     with pytest.raises(ValueError, match=r"printed must be one of 7\.95, 2\.66, 1\.66; got '3'"):
         causes.rebuild_printed(["3"], device="cpu")

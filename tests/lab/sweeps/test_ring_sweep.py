@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import refusals
+from copied_calls import copy_calls
 from forked_ranks import fork_ranks
 
 from hilbert_lib import dilated_attention
@@ -45,6 +46,7 @@ def measured(tmp_path_factory):
         OverRanks("grid", 2, whole_grid((4, 6, 6), (2, 3, 3), heads=2), backward=False, **every_cut),
     ]
     with pytest.MonkeyPatch.context() as patch:
+        copy_calls(patch)
         fork_ranks(patch)
         return works, folder, run_works(works, output_dir=str(folder), backend="gloo")
 
