@@ -39,7 +39,8 @@ class CopiedKernels:
     def __init__(self):
         own, other = socket.socketpair()
         command = [sys.executable, "-P", __file__, str(other.fileno())]
-        env = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as a kernel sets it
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # a test may have changed the variable
+        env["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # as a kernel sets it
         self._process = subprocess.Popen(command, pass_fds=[other.fileno()], env=env, stdin=subprocess.DEVNULL)
         other.close()
         self._channel, self._answers = own, own.makefile("r")
