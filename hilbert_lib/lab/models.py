@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from hilbert_lib.attention.caches import KeyValueCache
 from hilbert_lib.attention.modules import MultiheadDilatedAttention
@@ -67,6 +68,18 @@ class AlongSequence(nn.Module):
 
     def make_cache(self, batch: int, max_length: int) -> KeyValueCache:
         return self.attention.make_cache(batch, max_length)
+
+
+class ItselfAlone(AlongSequence):
+    """The same weights where each token attends to itself alone: it takes its own v, whatever q and k are."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__(width, heads, DilatedPattern((1,), (1,)))
+
+    def forward(self, x: Tensor, cache: None = None) -> Tensor:
+        projection, width = self.attention.in_proj, x.shape[-1]
+        v = linear(x, projection.weight[2 * width :], projection.bias[2 * width :])
+        return self.attention.out_proj(v)
 
 
 class Projected(nn.Module):

@@ -5,7 +5,7 @@ import torch
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.lab import samples
-from hilbert_lib.lab.models import ByteModel, PictureModel, SlideModel, rollout, rotary
+from hilbert_lib.lab.models import AlongSequence, ByteModel, PictureModel, SlideModel, rollout, rotary
 from hilbert_lib.lab.records import RESULTS, read_records
 from hilbert_lib.lab.sweeps import learning
 from hilbert_lib.lab.training import Training, curve_table, fit, learning_table, run_trainings
@@ -59,6 +59,22 @@ def test_a_model_of_text_sees_earlier_bytes_and_its_twin_sees_none(name):
         learning.TWIN: [4],
     }
     assert changed == seen[name]
+
+
+def test_the_twin_of_a_text_model_is_attention_to_itself_alone():
+    torch.manual_seed(0)
+    twin = learning.attention_of(learning.TWIN, 16, 2, length=12, pattern=PATTERN, window=4)
+    attention = AlongSequence(16, 2, DilatedPattern((1,), (1,)))
+    attention.load_state_dict(twin.state_dict())
+    x = torch.randn(2, 12, 16)
+    found, expected = twin(x), attention(x)
+    torch.testing.assert_close(found, expected)
+    dout = torch.randn_like(found)
+    gradients = (
+        torch.autograd.grad(out, [*each.parameters()], dout) for each, out in ((twin, found), (attention, expected))
+    )
+    for grad, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(grad, exact)
 
 
 def test_a_name_of_no_attention_is_refused():

@@ -12,7 +12,16 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from hilbert_lib.attention.grid_module import NeighbourhoodAttention
 from hilbert_lib.lab.cache.along_curve import keys_of_a_query, window_of
-from hilbert_lib.lab.models import AlongOrder, AlongSequence, ByteModel, PatchModel, PictureModel, SlideModel, rotary
+from hilbert_lib.lab.models import (
+    AlongOrder,
+    AlongSequence,
+    ByteModel,
+    ItselfAlone,
+    PatchModel,
+    PictureModel,
+    SlideModel,
+    rotary,
+)
 from hilbert_lib.lab.samples import MORE_HELD_OUT_PICTURES, Slides, made_slides, picture_parts, text_parts
 from hilbert_lib.lab.training import Training
 from hilbert_lib.ordering import Ordering
@@ -35,9 +44,11 @@ def attention_of(name: str, width: int, heads: int, *, length: int, pattern: Dil
     """Causal attention along a sequence by its name: `DILATED`, `DENSE`, `WINDOWS` or `TWIN`. ValueError for others."""
     if name == WINDOWS:
         return NeighbourhoodAttention(width, heads, (window,), is_causal=True, edge="clip", prepare=rotary)
-    patterns = {DILATED: pattern, DENSE: DilatedPattern((length,), (1,)), TWIN: DilatedPattern((1,), (1,))}
+    if name == TWIN:
+        return ItselfAlone(width, heads)
+    patterns = {DILATED: pattern, DENSE: DilatedPattern((length,), (1,))}
     if name not in patterns:
-        raise ValueError(f"name must be one of {', '.join([*patterns, WINDOWS])}, got {name!r}")
+        raise ValueError(f"name must be one of {', '.join(TEXT_ATTENTIONS)}, got {name!r}")
     return AlongSequence(width, heads, patterns[name])
 
 
