@@ -117,12 +117,22 @@ HEADLINES = (
 
 
 def artifact_table(numbers: Mapping[str, str]) -> str:
-    """The page's table in Markdown, with the numbers of `numbers`."""
-    rows = ["| number | expected | tolerance | command | minutes, on |", "| --- | --- | --- | --- | --- |"]
+    """The page's two tables in Markdown, with the numbers of `numbers`: of headline numbers, and of their commands."""
+    rows = ["| number | expected | tolerance | run |", "| --- | --- | --- | --- |"]
+    commands = ["| run | command | minutes, on |", "| --- | --- | --- |"]
     for headline in HEADLINES:
         what = f"{headline.says.format_map(numbers)} | {headline.value.format_map(numbers)}"
-        rows.append(f"| {what} | {tolerance(headline.kind)} | `{command(headline)}` | {minutes(headline)} |")
-    return "\n".join(["", *rows, ""])
+        rows.append(f"| {what} | {tolerance(headline.kind)} | {run_name(headline)} |")
+        row = f"| {run_name(headline)} | `{command(headline)}` | {minutes(headline)} |"
+        commands += [] if row in commands else [row]
+    return "\n".join(["", *rows, "", *commands, ""])
+
+
+def run_name(headline: Headline) -> str:
+    """The name that the tables have for its command."""
+    if headline.claim or not headline.notebook:
+        return headline.claim or "numbers"
+    return headline.notebook.partition("_")[0] + (", counted" if headline.kind == COUNTED else "")
 
 
 def tolerance(kind: str) -> str:

@@ -35,6 +35,7 @@ STYLE = """\
 .cell_output table { font-size: 0.85em; }
 .cell_output td, .cell_output th { padding: 0.2em 0.6em; }
 .cell_output pre { white-space: pre; overflow-x: auto; }
+article table code { overflow-wrap: anywhere; }
 .sd-card-img-top { height: 11rem; object-fit: contain; background: white; padding: 0.3rem; }
 .hilbert-slider label { margin-right: 1.5rem; }
 """

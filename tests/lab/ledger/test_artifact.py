@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from hilbert_lib.lab.environment import environment, say_hardware
 from hilbert_lib.lab.ledger import artifact
 from hilbert_lib.lab.ledger.answer import ROOT
 from hilbert_lib.lab.ledger.artifact import COUNTED, HEADLINES, Headline, artifact_table, between_runs, command, minutes
 from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.ledger.kernels import grid_gains
 from hilbert_lib.lab.ledger.numbers import SLOT, numbers
-from hilbert_lib.lab.records import REPORTS, RESULTS, read_records
+from hilbert_lib.lab.records import REPORTS, RESULTS, append_lines, committed_runs, read_records
 
 pytestmark = pytest.mark.evidence
 # Of README's slots those that are no measured number: links to runs, sizes, names, and the ledger's counts.
@@ -30,15 +31,22 @@ def test_every_number_of_the_readme_has_a_row_and_every_row_a_number():
     assert {name for headline in HEADLINES for name in named(headline)} <= set(numbers())
 
 
-def test_the_table_has_the_records_numbers():
-    table = artifact_table(numbers())
-    rows = [line for line in table.splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 + len(HEADLINES)
-    for row, headline in zip(rows[2:], HEADLINES, strict=True):
-        says, expected, tolerance, shell, took = (cell.strip() for cell in row.strip("|").split(" | "))
+def rows_of(table):
+    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line]
+    return [row for row in lines if row[0] not in ("number", "run") and set(row[0]) != {"-"}]
+
+
+def test_the_tables_have_the_records_numbers_and_a_command_for_each():
+    both = artifact_table(numbers()).strip().split("\n\n")
+    rows, commands = (rows_of(table) for table in both)
+    assert len(rows) == len(HEADLINES)
+    shells = {name: (shell, took) for name, shell, took in commands}
+    assert len(shells) == len(commands)
+    for (says, expected, tolerance, run), headline in zip(rows, HEADLINES, strict=True):
         assert says == headline.says.format_map(numbers())
         assert all(numbers()[name] in expected for name in re.findall(r"\{(\w+)\}", headline.value))
         assert (tolerance == "exact") == (headline.kind == COUNTED)
+        shell, took = shells[run]
         assert shell == f"`{command(headline)}`"
         assert re.match(r"(about )?\d+, \S", took)
 
@@ -57,7 +65,7 @@ def test_every_command_names_what_is_there(shell):
 
 
 def test_two_runs_of_one_card_tell_how_far_ratios_differ(monkeypatch):
-    runs = sorted(REPORTS.glob("h200/nvidia-h200-*/08_where_a_curve_pays*"))
+    runs = [run for run in committed_runs(artifact.GRIDS) if run.is_relative_to(REPORTS / "h200")]
     assert len(runs) >= 2
     first, second = (
         grid_gains(read_records(run / RESULTS)).set_index(["order", "side", "window", "head_dim"]) for run in runs[:2]
@@ -69,9 +77,17 @@ def test_two_runs_of_one_card_tell_how_far_ratios_differ(monkeypatch):
         between_runs.__wrapped__()
 
 
-def test_minutes_are_of_the_run_that_made_the_record():
-    took = minutes(next(headline for headline in HEADLINES if headline.notebook == artifact.KERNELS))
-    assert took == "8, H100 80GB HBM3"  # its manifest has the last 36 s alone
+def test_minutes_are_the_longer_of_the_manifests_and_the_records(monkeypatch, tmp_path):
+    headline = next(headline for headline in HEADLINES if headline.notebook == artifact.KERNELS)
+    times = ("2026-11-28T03:00:00+00:00", "2026-11-28T03:07:40+00:00")
+    records = [{"kind": "measurement", "utc": time, "parameters": {}, "environment": environment()} for time in times]
+    append_lines(records, tmp_path / RESULTS)
+    monkeypatch.setattr(artifact, "newest_run", lambda *_, **__: tmp_path)
+    assert minutes(headline) == f"8, {say_hardware()}"
+    for start, took in (("03:06:00", 8), ("02:50:00", 18)):  # a run that went on where it was, and one with other work
+        manifest = {"start": f"2026-11-28T{start}+00:00", "end": times[1]}
+        monkeypatch.setattr(artifact, "read_manifest", lambda _, manifest=manifest: manifest)
+        assert minutes(headline) == f"{took}, {say_hardware()}"
 
 
 def test_a_headline_has_one_way_to_be_measured():
