@@ -9,6 +9,7 @@ video        06c: the attention of a published video model
 over_ranks   07: a workload over ranks, and the ways that compute it
 sequences    07: those ways along a sequence
 halos        07: those ways on a grid
+clouds       07: those ways over points
 spread       07: rows that lie on several ranks, held against float64
 ring         07: what ranks measure
 ring_tables  07: what is planned
@@ -102,6 +103,7 @@ PUBLIC = {
     "hilbert_lib.lab.sweeps.ring": ("run_works",),
     "hilbert_lib.lab.sweeps.ring_tables": ("PLANNED", "scaling_table", "spanning_pattern", "split_table"),
     "hilbert_lib.lab.sweeps.sequences": ("DENSE_RING", "GATHERED", "ORDERS", "SIDES"),
+    "hilbert_lib.lab.sweeps.clouds": ("CLOUD_RESULTS", "SHARED"),
     "hilbert_lib.lab.sweeps.spread": ("ALONE",),
     "hilbert_lib.lab.sweeps.video": (
         "COSMOS_GRID",

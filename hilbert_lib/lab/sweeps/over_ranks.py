@@ -1,6 +1,6 @@
 """A workload over several ranks, and the ways that compute it: what notebook 07 measures.
 
-`sequences` and `halos` answer the same questions, one along a sequence and one on a grid.
+`sequences`, `halos` and `clouds` answer the same questions: along a sequence, on a grid, over points.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hilbert_lib.lab.sweeps import halos, sequences
+from hilbert_lib.lab.sweeps import clouds, halos, sequences
+from hilbert_lib.lab.sweeps.clouds import CloudWork
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 from hilbert_lib.lab.sweeps.spread import spread_errors
 from hilbert_lib.lab.workload import Workload
@@ -19,15 +20,15 @@ from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 # What a record is known by besides the fields of its workload.
 OWN_FIELDS = ("sweep", "ranks", "backward", "sustained_seconds")
-IDENTITY = {*OWN_FIELDS, *sequences.FIELDS, *halos.FIELDS, "side"}
+IDENTITY = {*OWN_FIELDS, *sequences.FIELDS, *halos.FIELDS, *clouds.FIELDS, "side"}
 
 
 @dataclass(frozen=True)
 class OverRanks:
     """A workload that ranks share equally, and the sides that compute it in turn.
 
-    workload: the call on all tokens or cells. A rank draws its own share of them.
-    sides: of `sequences.SIDES` or `halos.SIDES`; by default the first one.
+    workload: the call on all tokens, cells or points. A rank draws its own share of them.
+    sides: of `sequences.SIDES`, `halos.SIDES` or `clouds.SIDES`; by default the first one.
     backward: whether gradients are computed too.
     repetitions: samples a side.
     sustained_seconds: how long forwards and backwards run back to back before they are timed so too, in windows of a
@@ -38,14 +39,15 @@ class OverRanks:
 
     sweep: str
     ranks: int
-    workload: Workload
+    workload: Workload | CloudWork
     sides: tuple[str, ...] = ()
     backward: bool = True
     repetitions: int = 10
     sustained_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.workload.pattern, DilatedPattern | Neighbourhood):
+        is_cloud = isinstance(self.workload, CloudWork)
+        if not is_cloud and not isinstance(self.workload.pattern, DilatedPattern | Neighbourhood):
             raise ValueError(f"pattern must be a DilatedPattern or a Neighbourhood, got {self.workload.pattern}")
         object.__setattr__(self, "sides", tuple(self.sides) or (next(iter(self.kind.SIDES)),))
         self.kind.check(self.workload, self.ranks, self.sides)
@@ -75,9 +77,14 @@ class OverRanks:
         return cls(sweep, ranks, halos.scaled(Workload.on_grid(text, device=torch.device("cpu")), ranks), **rest)
 
     @classmethod
+    def on_points(cls, sweep: str, ranks: int, text: str, **rest) -> "OverRanks":
+        """A cloud of which each rank has as much as `CloudWork.named` reads from a text. rest: sides and so on."""
+        return cls(sweep, ranks, CloudWork.named(text, ranks), **rest)
+
+    @classmethod
     def of(cls, fields: dict) -> "OverRanks":
         """Side that `fields`, or a record, tell of. What is left out has its default."""
-        kind = halos if "window" in fields else sequences
+        kind = clouds if "cloud" in fields else halos if "shape" in fields else sequences
         options = {name: fields[name] for name in (*OWN_FIELDS, "sides", "repetitions") if name in fields}
         return cls(workload=kind.workload_of(fields), **options)
 
@@ -94,12 +101,14 @@ class OverRanks:
 
     @property
     def kind(self) -> ModuleType:
-        """`sequences` or `halos`."""
+        """`sequences`, `halos` or `clouds`."""
+        if isinstance(self.workload, CloudWork):
+            return clouds
         return halos if isinstance(self.workload.pattern, Neighbourhood) else sequences
 
     @property
     def rows(self) -> int:
-        """Number of tokens or cells of a rank."""
+        """Number of tokens, cells or points of a rank."""
         return self.workload.length // self.ranks
 
     def planned(self, side: str) -> dict:

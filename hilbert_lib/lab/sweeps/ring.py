@@ -56,10 +56,16 @@ def run_works(
             limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS, "backend": backend}
             for record in run_ranks("hilbert_lib.lab.sweeps.ring:measure_all", ranks, order, **limits)[0]:
                 recorded[_key(record)] = record
-                size = f"{record['tokens']:,} tokens" if "tokens" in record else f"{record['shape']} cells"
-                title = f"{record['sweep']}, {ranks} ranks, {size}, {record['side']}"
+                title = f"{record['sweep']}, {ranks} ranks, {_size(record)}, {record['side']}"
                 print(f"{title}: errors {record['out_error']}, {record['dq_error']}", flush=True)
     return [recorded[_key(work.identity(method))] for work in works for method in work.sides]
+
+
+def _size(record: dict) -> str:
+    if "shape" in record:
+        return f"{record['shape']} cells"
+    noun = "tokens" if "tokens" in record else "points"
+    return f"{record[noun]:,} {noun}"
 
 
 def measure_all(order: dict) -> list[dict]:
@@ -84,7 +90,7 @@ def measure(work: OverRanks) -> list[dict]:
         rank), flop_forward (of the costliest rank), peak_bytes (None without a GPU) and planned_bytes of memory;
         out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms, hidden and
         exchange_begins_ms, each _forward and _backward, as `_traced` finds them. What was not asked for is None. A grid
-        has received_forward and received_backward in place of what is sent, and what was counted_ of both.
+        and a cloud have received_forward and received_backward in place of what is sent, and what was counted_ of both.
     """
     q, k, v, dout = _inputs(work)
     records = {method: work.identity(method) | work.planned(method) for method in work.sides}

@@ -12,7 +12,8 @@ from forked_ranks import fork_ranks
 
 from hilbert_lib import dilated_attention
 from hilbert_lib.lab.sustained import WINDOWS
-from hilbert_lib.lab.sweeps import ring
+from hilbert_lib.lab.sweeps import ring, sequences
+from hilbert_lib.lab.sweeps.clouds import SHARED, CloudWork
 from hilbert_lib.lab.sweeps.halos import RECTANGLES, RUNS, SHARDINGS, STRIPS
 from hilbert_lib.lab.sweeps.over_ranks import OverRanks
 from hilbert_lib.lab.sweeps.ring import run_works
@@ -32,6 +33,10 @@ def whole_grid(shape, window, heads=1):
     return Workload(near, near.length, heads, 8, torch.device("cpu"), dtype="float32")
 
 
+def cloud(points):
+    return CloudWork("room", points, 5, heads=2, head_dim=8, dtype="float32")
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Works of one and two ranks over gloo, the folder that keeps them, and their records."""
@@ -39,11 +44,13 @@ def measured(tmp_path_factory):
     every_cut = {"sides": (*SHARDINGS, ALONE), "repetitions": 3}
     works = [
         OverRanks.spanning("weak", 1, 32, sustained_seconds=0.01, **timed),
+        OverRanks("cloud", 1, cloud(200), repetitions=3),
         OverRanks.spanning("weak", 2, 64, sides=("auto", ALONE), sustained_seconds=0.01, **timed),
         OverRanks.spanning("strong", 2, 64, sides=EVERY, dtype="float32", **timed),
         OverRanks.spanning("lengths", 2, 256, growth=4, backward=False, **timed),
         OverRanks("grid", 2, whole_grid((8, 12), (3, 5), heads=2), sustained_seconds=0.01, **every_cut),
         OverRanks("grid", 2, whole_grid((4, 6, 6), (2, 3, 3), heads=2), backward=False, **every_cut),
+        OverRanks("cloud", 2, cloud(400), sides=(SHARED, ALONE), repetitions=3, sustained_seconds=0.01),
     ]
     with pytest.MonkeyPatch.context() as patch:
         copy_calls(patch)
@@ -53,7 +60,7 @@ def measured(tmp_path_factory):
 
 def test_records_hold_samples_and_small_errors_of_every_side(measured):
     works, _, records = measured
-    works = [work for work in works if isinstance(work.workload.pattern, DilatedPattern)]
+    works = [work for work in works if work.kind is sequences]
     records = [record for record in records if "tokens" in record]
     assert [record["side"] for record in records] == [side for work in works for side in work.sides]
     for record, work in zip(records, [each for each in works for _ in each.sides], strict=True):
@@ -91,6 +98,23 @@ def test_of_a_grid_bytes_are_the_plans_and_rows_of_every_gradient_exact(measured
     assert plane[RUNS]["border"] == 1
     assert plane[RECTANGLES]["received_forward"] == 2 * 8 * 2 * 2 * 8 * 4  # columns of 8 cells; k, v, heads, bytes
     assert plane[STRIPS]["received_forward"] == 12 * 2 * 2 * 8 * 4
+
+
+def test_of_a_cloud_bytes_are_the_plans_and_rows_of_every_gradient_exact(measured):
+    one, shared, alone = (record for record in measured[2] if "cloud" in record)
+    assert [record["side"] for record in (one, shared, alone)] == [SHARED, SHARED, ALONE]
+    for record in (one, shared, alone):
+        for name in ("forward", "backward"):
+            assert record[f"counted_{name}"] == record[f"received_{name}"]
+            assert (record[f"counted_{name}"] > 0) == (record is shared)
+        assert len(record["forward_samples_ms"]) == 3
+        assert (record["border"] > 0) == (record is shared)
+    assert max(one["out_error"], one["dq_error"], shared["out_error"], shared["dq_error"]) < 1e-6
+    assert alone["out_error"] is None
+    assert alone["flop_forward"] < shared["flop_forward"], "a rank sees other ranks' points"
+    assert len(shared["sustained_samples_ms"]) == WINDOWS
+    row = 2 * 2 * 8  # elements of k and v
+    assert shared["received_backward"] % (row * 4) == 0 == shared["received_forward"] % (row * 4)
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
@@ -148,7 +172,11 @@ def grid(**changed):
     return OverRanks("grid", 2, whole_grid(shape, (3, 3)), **changed)
 
 
-@pytest.mark.parametrize("made", [work(), grid()], ids=["sequence", "grid"])
+def shared(**changed):
+    return OverRanks("cloud", 2, cloud(changed.pop("points", 400)), **changed)
+
+
+@pytest.mark.parametrize("made", [work(), grid(), shared()], ids=["sequence", "grid", "cloud"])
 def test_a_record_is_known_by_all_that_its_side_was_asked_for(made):
     asked = made.identity("auto")
     assert asked.keys() >= {"ranks", "heads", "head_dim", "backward", "dtype", "side"}
@@ -162,7 +190,11 @@ def both_windows():
     return Workload(union, 16, 1, 8, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("made", [work(is_causal=True, growth=3), grid(sides=SHARDINGS)], ids=["sequence", "grid"])
+@pytest.mark.parametrize(
+    "made",
+    [work(is_causal=True, growth=3), grid(sides=SHARDINGS), shared(sides=(SHARED, ALONE))],
+    ids=["sequence", "grid", "cloud"],
+)
 def test_ranks_are_told_the_work_as_json_and_a_record_tells_it_again(made):
     assert OverRanks.of(json.loads(json.dumps(made.fields))) == made
     again = OverRanks.of(made.identity(made.sides[-1]))
@@ -176,6 +208,9 @@ WRONG = [
     (lambda: work(growth=1), "growth must be an integer"),
     (lambda: grid(sides=("ring",)), "sides must be of rectangles"),
     (lambda: grid(shape=(5, 5)), "2 equal parts"),
+    (lambda: shared(sides=("rectangles",)), "sides must be of runs of points"),
+    (lambda: shared(points=401), "points must be a multiple of the ranks, 2, got 401"),
+    (lambda: OverRanks.on_points("weak", 2, "room 400 4 2x8"), "window must be odd, got 4"),
     (lambda: OverRanks("union", 2, both_windows()), "pattern must be a DilatedPattern or a Neighbourhood, got Union"),
 ]
 test_works_that_cannot_be_are_refused = refusals({ValueError: WRONG})
