@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from hilbert_lib.checks import integer
+from hilbert_lib.checks import integer, one_of
 
 COS, SIN = 12 / 13, 5 / 13  # the room is turned by 22.6 degrees: no scanner stands along the walls
 HEIGHT, BOXES = 0.4, 12  # of the room, in its lengths; pieces of furniture
@@ -83,3 +83,23 @@ def _faces(seed: int) -> Iterator[tuple[Edge, Edge, Edge]]:
 
 
 CLOUDS = {"tissue": made_tissue, "room": made_room}
+
+
+def parse_work(text: str) -> tuple[str, int, int, int, int]:
+    """The cloud, points, window, heads and head_dim that a text names. ValueError for any other text.
+
+    >>> parse_work("tissue 4096 9 2x16")
+    ('tissue', 4096, 9, 2, 16)
+    """
+    try:
+        cloud, *sizes, heads = text.split()
+        one_of("cloud", cloud, CLOUDS)
+        count, window, heads, head_dim = (int(size) for size in (*sizes, *heads.split("x")))
+        for name, value in {"points": count, "window": window, "heads": heads, "head_dim": head_dim}.items():
+            integer(name, value, least=1)
+        if window % 2 == 0:
+            raise ValueError(f"window must be odd, got {window}")
+    except ValueError as error:
+        allowed = "a cloud, points, an odd window, heads and head_dim, such as room 4096 5 2x16"
+        raise ValueError(f"works must be {allowed}; got {text!r}: {error}") from None
+    return cloud, count, window, heads, head_dim

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import attend
-from hilbert_lib.lab.clouds import CLOUDS
-from hilbert_lib.lab.sweeps.points import parse_work
+from hilbert_lib.lab.clouds import CLOUDS, parse_work
 from hilbert_lib.lab.sweeps.spread import ALONE, ComparedRows
 from hilbert_lib.patterns.points import PointNeighbourhood, point_order
 from hilbert_lib.ring.attention import ring_attend

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hilbert_lib import checks
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import attend
 from hilbert_lib.attention.backends.flex import compiled_flex_attention
@@ -36,7 +35,7 @@ from hilbert_lib.lab.cache.points import (
     patch_starts,
     point_orders,
 )
-from hilbert_lib.lab.clouds import CLOUDS
+from hilbert_lib.lab.clouds import CLOUDS, parse_work
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
@@ -72,26 +71,6 @@ class PointWork(NamedTuple):
         cloud, count, window, heads, head_dim = parse_work(text)
         points = PointNeighbourhood(CLOUDS[cloud](count).to(device), window)
         return cls(cloud, Workload(points, count, heads, head_dim, device, dtype=dtype))
-
-
-def parse_work(text: str) -> tuple[str, int, int, int, int]:
-    """The cloud, points, window, heads and head_dim that a text names. ValueError for any other text.
-
-    >>> parse_work("tissue 4096 9 2x16")
-    ('tissue', 4096, 9, 2, 16)
-    """
-    try:
-        cloud, *sizes, heads = text.split()
-        checks.one_of("cloud", cloud, CLOUDS)
-        count, window, heads, head_dim = (int(size) for size in (*sizes, *heads.split("x")))
-        for name, value in {"points": count, "window": window, "heads": heads, "head_dim": head_dim}.items():
-            checks.integer(name, value, least=1)
-        if window % 2 == 0:
-            raise ValueError(f"window must be odd, got {window}")
-    except ValueError as error:
-        allowed = "a cloud, points, an odd window, heads and head_dim, such as room 4096 5 2x16"
-        raise ValueError(f"works must be {allowed}; got {text!r}: {error}") from None
-    return cloud, count, window, heads, head_dim
 
 
 @dataclass(frozen=True, eq=False)
