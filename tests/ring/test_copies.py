@@ -115,7 +115,8 @@ def test_rows_and_sums_of_a_block_that_one_kernel_makes_are_those_of_torch(heads
     block = Block(None, False, *places, None)
     q, dout = drawn(2, batch, positions, heads, 5)
     k, v = drawn(2, batch, positions, kv_heads, 5)
-    received = drawn(touched.shape[1], 2, batch, 5)
+    received, their_q = drawn(touched.shape[1], 2, batch, 5), drawn(touched.shape[1], group, batch, 5)
+    their_sums = drawn(touched.shape[1], group, batch, 2, dtype=torch.float32)
     # Gradients as a call returns them, whose batch lies between the segments and the rows.
     dq = drawn(2, batch, 3, 2, group, 5).permute(0, 2, 3, 4, 1, 5)
     dk, dv = drawn(2, 2, batch, 4, 2, 1, 5).permute(0, 1, 3, 4, 5, 2, 6)
@@ -125,6 +126,8 @@ def test_rows_and_sums_of_a_block_that_one_kernel_makes_are_those_of_torch(heads
     for by_kernel in (False, True):
         monkeypatch.setattr(local, "kernel_serves", lambda x, answer=by_kernel: answer)
         rows = [*shard.block(block, [q, dout], k, v), *shard.received_block(block, [q, dout], received)]
+        rows.append(shard.together(places[1].flatten(), q, k, v))
+        rows += local.exchanged_block(block, [their_q, their_sums], received)
         all_dq, all_dkv = (x.clone() for x in (sums[:, :group], sums[:, group:]))
         local.add_block(all_dq, all_dkv, block, dq, dk, dv)
         totals = tuple(x.clone() for x in grads)

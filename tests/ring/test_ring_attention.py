@@ -145,8 +145,10 @@ PLANNED = [
 # By what is called: ranks, and how many kernels copy and sum rows, forward and backward. On a grid rows are packed, put
 # into frames, and put back; in a backward gradients are summed for other ranks, and of them. Along a sequence they are
 # packed, copied for a block beside the keys that came, and merged with that and with the shard's own; in a backward a
-# block's gradients, what others answer, and all of them are added.
-STARTED = {"grid": (4, 3, 4), "all_gather": (2, 4, 5)}
+# block's gradients, what others answer, and all of them are added. Where heads are exchanged, out and lse answer in one
+# message, and dout, lse and delta are sent in one.
+STARTED = {"grid": (4, 3, 4), "all_gather": (2, 4, 5), "ring": (2, 4, 5), "all_to_all": (2, 5, 6)}
+JOINED_BY_TORCH = {"all_to_all": (["cat"], ["stack", "cat"])}
 # By what is called: how many collectives a forward and backward takes.
 MADE = {
     "ring": ({"ordering": "hilbert", "is_causal": True}, 0),
@@ -430,8 +432,8 @@ CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPAR
 CALLS[2] += [[call, asked] for call, table in DISAGREE.items() for asked, _ in table.values()]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
-CALLS[2].append(["ring_costs:launches", {"what": "all_gather"}])
-CALLS[4].append(["ring_costs:launches", {"what": "grid"}])
+for what, (ranks, *_) in STARTED.items():
+    CALLS[ranks].append(["ring_costs:launches", {"what": what}])
 CALLS[2] += [["ring_costs:made_by_two_calls", {"what": what, **options}] for what, (options, _) in MADE.items()]
 for ranks, *call in (*(each[:3] for each in EXACTLY.values()), *UNCHANGED.values()):
     CALLS[ranks] += [call]
@@ -716,9 +718,12 @@ def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
 @pytest.mark.parametrize("what", STARTED)
 def test_rows_are_copied_by_few_kernels(what):
     """By as many on ranks with one border and with two; torch itself copies nothing by index."""
-    ranks, forward, backward = STARTED[what]
+    ranks, *starts = STARTED[what]
+    expected = [
+        ["start"] * count + joined for count, joined in zip(starts, JOINED_BY_TORCH.get(what, ([], [])), strict=True)
+    ]
     for found in answers(ranks, "ring_costs:launches", {"what": what}):
-        assert found == [["start"] * forward, ["start"] * backward]
+        assert found == expected
 
 
 @pytest.mark.parametrize("what", MADE)

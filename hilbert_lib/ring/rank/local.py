@@ -61,6 +61,16 @@ class Shard:
         index = tuple(x[rows] for x in self._stored)
         return torch.stack([x.permute(1, 2, 0, 3)[index] for x in (k, v)], rows.dim())
 
+    def together(self, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(rows, group + 2, batch, d) of q, k and v at some rows, in one kernel on CUDA."""
+        if not kernel_serves(q):
+            return torch.cat([*self.queries(rows, q), self.keys(rows, k, v)], 1)
+        group = q.shape[2] // self._kv_heads
+        target = q.new_empty(len(rows), group + 2, len(q), q.shape[3])
+        queries, *keys = target.split([group, 1, 1], 1)
+        _gather_rows(_copies([queries], [q], rows, self._numbers) + _copies(keys, (k, v), rows, self._stored_numbers))
+        return target
+
     def block(self, block: Block, by_query: Sequence[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
         """The queries of a block inside the shard, of each tensor, and its keys: in one kernel on CUDA."""
         if not kernel_serves(k):
@@ -112,6 +122,22 @@ class Shard:
     def _by_row(self, x: Tensor) -> Tensor:
         batch, positions, heads, d = x.shape
         return x.view(batch, positions, self._kv_heads, heads // self._kv_heads, d).permute(1, 2, 3, 0, 4)
+
+
+def exchanged_block(block: Block, by_query: Sequence[Tensor], kv: Tensor) -> list[Tensor]:
+    """The queries of a block, of each tensor, and its keys, all among rows that came: in one kernel on CUDA.
+
+    by_query: (rows, group, batch, d) each. kv: (rows, 2, batch, d).
+    """
+    parts = [(x, block.queries) for x in by_query] + [(kv, block.keys)]
+    if not kernel_serves(kv):
+        return [x[places] for x, places in parts]
+    targets = [x.new_empty(*places.shape, *x.shape[1:]) for x, places in parts]
+    copies = []
+    for target, (x, places) in zip(targets, parts, strict=True):
+        copies += _copies([target], [x.permute(2, 0, 1, 3)], places, None)
+    _gather_rows(copies)
+    return targets
 
 
 def add_block(all_dq: Tensor, all_dkv: Tensor, block: Block, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -22,7 +22,7 @@ from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, Saved, exchange
 from hilbert_lib.ring.rank.layout import Layers, Layout, Mail
-from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
+from hilbert_lib.ring.rank.local import Merged, Shard, exchanged_block, none_merged
 
 EXCHANGING = "all_to_all"
 
@@ -74,7 +74,7 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
     if exchanging:
-        rows = torch.cat([*shard.queries(exchanging.rows, q), shard.keys(exchanging.rows, k, v)], 1)
+        rows = shard.together(exchanging.rows, q, k, v)
         arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
     padding = shard.padding(job.call.key_padding_mask)
     saved = _exchanged_padding(padding, job)
@@ -182,7 +182,7 @@ def _exchanged_forward(mail: Mail, saved: Saved, job: Job, lse: Tensor) -> Arriv
     out, lse = none_merged(q.shape, lse)
     padding = _padding(saved, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
-        blocks.merge_block(q[block.queries], kv[block.keys], block, job, padding, (out, lse))
+        blocks.merge_block(*exchanged_block(block, [q], kv), block, job, padding, (out, lse))
     return exchange(_joined(out.to(q.dtype), lse[..., None]), mail.received, mail.sent, job.group)
 
 
@@ -199,8 +199,9 @@ def _exchanged_backward(mail: Mail, arriving: Arriving, saved: Saved, job: Job, 
     sums = lse.new_zeros(received.shape)
     padding = _padding(saved, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
-        mine = (x[block.queries] for x in by_query)
-        blocks.add_block_gradients(*mine, received[:, -2:][block.keys], block, job, padding, sums[:, :-2], sums[:, -2:])
+        block_rows = exchanged_block(block, by_query, received[:, -2:])
+        blocks.add_block_gradients(*block_rows, block, job, padding, sums[:, :-2], sums[:, -2:])
+        block_rows = None  # freed before the next block's are copied
     return exchange(sums, mail.received, mail.sent, job.group)
 
 
