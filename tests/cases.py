@@ -712,6 +712,8 @@ def points_of(kind: str) -> PointNeighbourhood:
         return PointNeighbourhood(cells(100, 3, 6), (4, 3, 2))
     if kind == "clouds":
         return PointNeighbourhood(cells(90), 3, torch.arange(90) % 7 * 11 - 30, dilation=(2, 1))
+    if kind == "unseen":  # some keys, and some queries
+        return PointNeighbourhood(cells(60), 2, keys=cells(50, seed=1))
     if kind == "alone":  # most queries see nobody
         return PointNeighbourhood(cells(20) * 3, 2, keys=cells(9, seed=1))
     fine = cells(130)

@@ -316,6 +316,7 @@ POINTS = {
         {"kind": "keys", "lengths": [80, 50], "key_lengths": [20, None], "heads": [4, 2], "more": "extra and padding"},
         {"kind": "keys", "lengths": [0, 130], "key_lengths": [15, None]},  # keys alone on one rank
         {"kind": "keys", "lengths": [70, 60], "key_lengths": [0, 36], "order": "random"},  # and queries alone
+        {"kind": "unseen", "lengths": [0, 60], "key_lengths": [25, 25], "more": "padding"},
         {"kind": "keys", "lengths": [60, 70], "key_lengths": [20, None], "dtype": "float32", "backend": "triton"}
         | {"more": "extra", "by_kernel": True},
     ],
