@@ -78,8 +78,9 @@ def launches(what: str, **options) -> list[list[str]]:
     Attention is a stand-in, which starts nothing.
     """
     x = [torch.randn(1, 24, 4, 8, device=device()) for _ in range(4)]
-    if what == "grid":
+    if what.endswith("grid"):
         near = Neighbourhood((12, 2 * dist.get_world_size()), (5, 3))
+        options |= {"key_padding_mask": x[0][:, :, 0, 0] > 0} if what == "padded grid" else {}
         call = partial(ring_neighbourhood_attention, neighbourhood=near, **options)
     else:
         pattern = DilatedPattern((8, 24 * dist.get_world_size()), (1, 3))

@@ -42,6 +42,8 @@ def test_rows_that_kernels_copy_and_sum_are_those_of_torch_to_the_bit(shards, dt
         k, v = drawn(2, 2, cells, 2, 2, 5)[..., 1, :].flip(0)  # every other row
         lse, dlse = drawn(2, 2, 4, cells, dtype=torch.float32)
         received = drawn(sum(layout.received), 2, 2, 5)
+        mask = drawn(2, cells) > 0
+        padding = (drawn(48, 2) > 0)[plan.arriving[rank][0]].byte()  # of a cell, whichever of its heads comes
         grads, dq = drawn(2, 2, cells, 2, 5), drawn(2, cells, 4, 5)
         answer, found, results, lses = drawn(sum(layout.sent), 2, 2, 5, dtype=torch.float32), [], [], []
         for border in layout.borders:
@@ -53,12 +55,14 @@ def test_rows_that_kernels_copy_and_sum_are_those_of_torch_to_the_bit(shards, dt
         got = []
         for by_kernel in (False, True):
             monkeypatch.setattr(copies, "kernel_serves", lambda x, answer=by_kernel: answer)
-            sent = copies.packed(k, v, layout)
-            frames = copies.framed(k, v, received, layout.borders, (q, dout, out), (lse, dlse, None))
-            results = [sent]
-            for frame in frames:
+            sent = copies.packed(k, v, layout, mask)
+            sides = (q, dout, out), (lse, dlse, None), (mask, padding)
+            frames = copies.framed(k, v, received, layout.borders, *sides)
+            results = [*sent, *copies.packed(k, v, layout)]
+            for border, frame in zip(layout.borders, frames, strict=True):
                 assert frame.by_lse[2] is None
                 results += [frame.k, frame.v, *frame.by_query, *frame.by_lse[:2]]
+                results.append(frame.mask & (border.cells != -1))  # nobody sees the others
             results.append(copies.answered(found, received, layout, torch.float32))
             if layout.interior:
                 whole, whole_lse, both = dq.clone(), lse.clone(), [x.clone() for x in grads]

@@ -147,7 +147,13 @@ PLANNED = [
 # packed, copied for a block beside the keys that came, and merged with that and with the shard's own; in a backward a
 # block's gradients, what others answer, and all of them are added. Where heads are exchanged, out and lse answer in one
 # message, and dout, lse and delta are sent in one.
-STARTED = {"grid": (4, 3, 4), "all_gather": (2, 4, 5), "ring": (2, 4, 5), "all_to_all": (2, 5, 6)}
+STARTED = {
+    "grid": (4, 3, 4),
+    "padded grid": (2, 3, 4),
+    "all_gather": (2, 4, 5),
+    "ring": (2, 4, 5),
+    "all_to_all": (2, 5, 6),
+}
 JOINED_BY_TORCH = {"all_to_all": (["cat"], ["stack", "cat"])}
 # By what is called: how many collectives a forward and backward takes.
 MADE = {

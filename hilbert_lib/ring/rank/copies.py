@@ -14,16 +14,22 @@ from hilbert_lib.attention.request import Tensors
 from hilbert_lib.ring.rank.halo_layout import Border, HaloLayout
 
 
-def packed(k: Tensor, v: Tensor, layout: HaloLayout) -> Tensor:
-    """Rows of k and v for other ranks, (rows, 2, batch, head_dim)."""
+def packed(k: Tensor, v: Tensor, layout: HaloLayout, mask: Tensor | None = None) -> list[Tensor]:
+    """Rows of k and v for other ranks, (rows, 2, batch, head_dim), and of a padding mask, (rows, batch) uint8."""
     if kernel_serves(k):
         from hilbert_lib.attention.triton.copies import Copy, gather_rows  # triton is imported only where it is used
 
-        sent = k.new_empty(sum(layout.sent), 2, k.shape[0], k.shape[3])
-        gather_rows([Copy(_of_sent(sent, n), x, layout.packed) for n, x in enumerate((k, v))])
+        count, batch = sum(layout.sent), len(k)
+        sent = [k.new_empty(count, 2, batch, k.shape[3])]
+        copies = [Copy(_of_sent(sent[0], n), x, layout.packed) for n, x in enumerate((k, v))]
+        if mask is not None:
+            sent.append(mask.new_empty(count, batch, dtype=torch.uint8))
+            copies.append(Copy(_of_mask(sent[1].T), _of_mask(mask.view(torch.uint8)), layout.rows[0]))
+        gather_rows(copies)
         return sent
     rows, heads, _ = layout.rows
-    return torch.stack([x.permute(1, 2, 0, 3)[rows, heads] for x in (k, v)], 1)
+    sent = [torch.stack([x.permute(1, 2, 0, 3)[rows, heads] for x in (k, v)], 1)]
+    return sent if mask is None else [*sent, mask.byte().T[rows]]
 
 
 class Framed(NamedTuple):
@@ -33,6 +39,7 @@ class Framed(NamedTuple):
     v: Tensor
     by_query: list[Tensor]  # rows of the border's queries
     by_lse: list[Tensor | None]  # the same of tensors (batch, heads, rows)
+    mask: Tensor | None  # (batch, rows) bool, of the frame's keys, where there is one
 
 
 def framed(
@@ -42,13 +49,15 @@ def framed(
     borders: Sequence[Border],
     by_query: Sequence[Tensor],
     by_lse: Sequence[Tensor | None] = (),
+    masks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> list[Framed]:
     """Of each border k and v in its frame, and the rows of its queries.
 
-    by_query: (batch, rows, heads, head_dim) each. by_lse: (batch, heads, rows) each, or None.
+    by_query: (batch, rows, heads, head_dim) each. by_lse: (batch, heads, rows) each, or None. masks: a padding mask
+    (batch, rows) bool, and that of the received rows (rows, batch) uint8.
     """
     if kernel_serves(k):
-        return _framed_by_kernel(k, v, received, borders, by_query, by_lse)
+        return _framed_by_kernel(k, v, received, borders, by_query, by_lse, masks)
     results = []
     for border in borders:
         places, rows = border.their_rows
@@ -62,8 +71,17 @@ def framed(
         if border.queries is not None:
             query_rows = [x.index_select(1, border.queries) for x in by_query]
             lse_rows = [None if x is None else x.index_select(2, border.queries) for x in by_lse]
-        results.append(Framed(*frames, query_rows, lse_rows))
+        results.append(Framed(*frames, query_rows, lse_rows, _framed_mask(border, k.shape[2], *masks)))
     return results
+
+
+def _framed_mask(border: Border, kv_heads: int, mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    places, rows = border.their_rows
+    framed_mask = own_in_frame(mask, border)
+    framed_mask[:, places // kv_heads] = padding[rows].bool().T
+    return framed_mask
 
 
 def own_in_frame(x: Tensor, border: Border) -> Tensor:
@@ -147,6 +165,7 @@ def _framed_by_kernel(
     borders: Sequence[Border],
     by_query: Sequence[Tensor],
     by_lse: Sequence[Tensor | None],
+    masks: tuple[Tensor | None, Tensor | None],
 ) -> list[Framed]:
     from hilbert_lib.attention.triton.copies import Copy, gather_rows
 
@@ -166,7 +185,12 @@ def _framed_by_kernel(
                 for target, x in zip(lse_rows, by_lse, strict=True)
                 if x is not None
             ]
-        results.append(Framed(*frames, query_rows, lse_rows))
+        framed_mask, (mask, padding) = None, masks
+        if mask is not None:
+            framed_mask = mask.new_empty(batch, len(border.filled))
+            own_and_theirs = _of_mask(mask.view(torch.uint8)), border.cells, _of_mask(padding.T)
+            copies.append(Copy(_of_mask(framed_mask.view(torch.uint8)), *own_and_theirs))
+        results.append(Framed(*frames, query_rows, lse_rows, framed_mask))
     gather_rows(copies)
     return results
 
@@ -185,6 +209,11 @@ def _added_by_kernel(
 def _of_sent(rows: Tensor, n: int) -> Tensor:
     # k (n = 0) or v (n = 1) out of rows (rows, 2, batch, head_dim), as (batch, rows, 1, head_dim).
     return rows[:, n].transpose(0, 1)[:, :, None]
+
+
+def _of_mask(mask: Tensor) -> Tensor:
+    # (batch, rows) as rows of one head of one element.
+    return mask[:, :, None, None]
 
 
 def _by_row(lse: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def results(tensors: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tupl
     `confirm` is called when the interior is under way, before anything is sent.
     """
     layout, q, out = job.layout, tensors.q, None
-    packed = _packed(tensors.k, tensors.v, job)  # first: these small kernels would find no room beside the interior
+    # First: these small kernels would find no room beside the interior.
+    packed = copies.packed(tensors.k, tensors.v, layout, job.request.key_padding_mask)
     beside = Beside(q.device)
     if layout.interior:
         request = replace(job.request, part=layout.interior, lists=layout.interior_lists)
@@ -127,9 +128,10 @@ def _extra_sums(border_grads: list[Tensors], answer: Tensor, tensors: Tensors) -
 def _borders_forward(
     tensors: Tensors, job: HaloJob, received: Tensor, padding: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    framed, results = copies.framed(tensors.k, tensors.v, received, job.layout.borders, [tensors.q]), []
+    masks, borders = (job.request.key_padding_mask, padding), job.layout.borders
+    framed, results = copies.framed(tensors.k, tensors.v, received, borders, [tensors.q], masks=masks), []
     for (border, backend), frame in zip(job.borders, framed, strict=True):
-        border_tensors, border_request = _of_border(tensors, border, frame, job.request, padding)
+        border_tensors, border_request = _of_border(tensors, border, frame, job.request)
         results.append(operators.attention(border_tensors, border_request, backend))
     return results
 
@@ -139,9 +141,10 @@ def _borders_backward(
     padding: Tensor | None,
 ) -> list[Tensors]:  # fmt: skip
     by_query, borders = (tensors.q, dout, out), job.layout.borders
-    framed, results = copies.framed(tensors.k, tensors.v, received, borders, by_query, (lse, dlse)), []
+    masks = job.request.key_padding_mask, padding
+    framed, results = copies.framed(tensors.k, tensors.v, received, borders, by_query, (lse, dlse), masks), []
     for (border, backend), frame in zip(job.borders, framed, strict=True):
-        border_tensors, border_request = _of_border(tensors, border, frame, job.request, padding)
+        border_tensors, border_request = _of_border(tensors, border, frame, job.request)
         _, own_dout, own_out = frame.by_query
         own_lse, own_dlse = frame.by_lse
         results.append(
@@ -150,14 +153,8 @@ def _borders_backward(
     return results
 
 
-def _packed(k: Tensor, v: Tensor, job: HaloJob) -> list[Tensor]:
-    # Rows of k and v for other ranks (rows, 2, batch, head_dim); with a padding mask, their padding too (rows, batch).
-    mask, sent = job.request.key_padding_mask, [copies.packed(k, v, job.layout)]
-    return sent if mask is None else [*sent, mask.byte().T[job.layout.rows[0]]]
-
-
 def _received(packed: list[Tensor], job: HaloJob) -> tuple[Tensor, Tensor | None]:
-    # The rows of other ranks, shaped as `_packed` gives them, and their padding. All ranks call it.
+    # The rows of other ranks, shaped as `copies.packed` gives them, and their padding. All ranks call it.
     layout = job.layout
     if layout.travels:
         group = alive(job.known_group)
@@ -166,15 +163,8 @@ def _received(packed: list[Tensor], job: HaloJob) -> tuple[Tensor, Tensor | None
     return packed[0], packed[1] if len(packed) > 1 else None
 
 
-def _of_border(
-    tensors: Tensors, border: Border, frame: copies.Framed, request: Request, padding: Tensor | None
-) -> tuple[Tensors, Request]:
+def _of_border(tensors: Tensors, border: Border, frame: copies.Framed, request: Request) -> tuple[Tensors, Request]:
     # A border's tensors (its queries, and its frame for k and v), and its request.
-    mask = request.key_padding_mask
-    if mask is not None:
-        places, rows = border.their_rows
-        mask = copies.own_in_frame(mask, border)
-        mask[:, places // frame.k.shape[2]] = padding[rows].bool().T
-    border_request = replace(request, part=border.part, slots=border.slots, lists=border.lists, key_padding_mask=mask)
+    how = {"part": border.part, "slots": border.slots, "lists": border.lists, "key_padding_mask": frame.mask}
     _, _, _, *extra = tensors.with_rows
-    return Tensors(frame.by_query[0], frame.k, frame.v, *extra, tensors.bias), border_request
+    return Tensors(frame.by_query[0], frame.k, frame.v, *extra, tensors.bias), replace(request, **how)

@@ -26,6 +26,7 @@ class Border:
     lacking: Tensor | None  # rows of KV heads in the frame that are neither, which nobody sees; None for none
     # The same as a kernel looks it up, which walks over where rows go.
     frame: Tensor  # of each row of KV heads in the frame the shard's, or -2 - n for received row n, or -1 for none
+    cells: Tensor  # of each row of the frame the shard's, or -2 - n for received row n, of any head, or -1 for none
     touched: Tensor  # of each touched row of the shard the frame's, or -1
     received: Tensor  # of each received row the row of KV heads in the frame, or -1
     lists: tuple[Tensor, ...] = ()  # of points, as in `Request`: of its queries and the rows of its frame
@@ -69,7 +70,7 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
     touched = torch.arange(plan.shards.count(plan.shape, rank), device="cpu")
     if inside:
         touched = torch.cat([rows[0], *(shard_rows for _, shard_rows in stored)]).unique()
-    borders = []
+    borders, kv_heads = [], len(plan.neighbourhoods)
     for slab, frame, (places, shard_rows) in zip(slabs, frames, stored, strict=True):
         queries = plan.shards.slot(plan.shape, _cells(slab.queries, plan.shape), rank) if inside else None
         filled = torch.zeros(len(frame), dtype=torch.int64, device="cpu").index_copy_(0, places, shard_rows)
@@ -78,10 +79,10 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
         index = _slots(plan, frame), queries, filled, own_rows, theirs, _lacking(plan, len(frame), places, theirs[0])
         own_places = torch.full((len(touched),), -1, device="cpu").index_copy_(0, own_rows[1], places)
         their_places = torch.full((int(received.sum()),), -1, device="cpu").index_copy_(0, theirs[1], theirs[0])
-        index += _found_in_frame(plan, filled, places, theirs), own_places, their_places
+        found = _found_in_frame(plan, filled, places, theirs)
+        index += found, _cells_in_frame(found, kv_heads), own_places, their_places
         part = GridPart(slab.queries, slab.queries, slab.keys, in_float=True)
         borders.append(Border(part, *_on(index, device)))
-    kv_heads = len(plan.neighbourhoods)
     returned = torch.searchsorted(touched, rows[:1]) * kv_heads + rows[1:]
     return HaloLayout(
         GridPart(own_box, inside, own_box) if inside else None,
@@ -119,6 +120,7 @@ def layout_of_points(parts: PointParts, travelling: Travelling, kv_heads: int, d
         their_rows=(their_places, received),
         lacking=None,
         frame=torch.cat([(keys[:, None] * kv_heads + heads).flatten(), -2 - received]),
+        cells=torch.cat([keys, -2 - received.view(-1, kv_heads)[:, 0]]),
         touched=torch.full_like(touched, -1).index_copy_(0, torch.searchsorted(touched, keys), places),
         received=their_places,
         lists=tuple(x.to(device) for x in parts.border),
@@ -178,6 +180,12 @@ def _found_in_frame(plan: HaloPlan, filled: Tensor, own_places: Tensor, their_ro
     sources = torch.full((len(filled), len(heads)), -1, device="cpu")
     sources[own_places] = filled[own_places, None] * len(heads) + heads
     return sources.flatten().index_copy_(0, their_rows[0], -2 - their_rows[1])
+
+
+def _cells_in_frame(found: Tensor, kv_heads: int) -> Tensor:
+    # Of the rows of KV heads that were found in a frame, those of each cell; a cell of this rank has all its heads.
+    by_cell = found.view(-1, kv_heads)
+    return (by_cell.amax(1) // kv_heads).where(by_cell.amax(1) >= 0, by_cell.amin(1))
 
 
 def _columns(places: Tensor, count: int) -> Tensor:
