@@ -123,7 +123,7 @@ WRONG = {
     | {"sequences": 3, "head_dim": 24, "dtype": "float64", "rivals": ["falsh"], "video": [24, 44], "repetitions": 0},
     "07_ring_attention": {"tokens": 0, "ranks": 0, "heads": 0, "head_dim": 0, "first_segment": 0, "timed_ranks": [0]}
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0}
-    | {"grids": [], "dense_tokens": -1, "clouds": []},
+    | {"grids": ["room 500 5 2x16"]},
     "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "block_sizes": [-1], "timed": ["8x8 3x3: 2x16"]}
     | {"dtype": "half", "repetitions": 0, "seconds": 0.0},
     "08b_kernels_on_grids": {"works": ["8x8 0x9 2x16"], "dtype": "half", "repetitions": 0, "seconds": 0.0}
