@@ -241,7 +241,7 @@ def stride_found(near: Neighbourhood) -> float:
     """The share of the neighbours of windows around each cell that windows with a stride keep.
 
     >>> stride_found(Neighbourhood((4,), 2, stride=2))
-    0.75
+    0.875
     """
     return prod(_found_on(axis) for axis in near.axes)
 
