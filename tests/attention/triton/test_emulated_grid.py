@@ -118,6 +118,33 @@ def test_groups_that_share_a_tile_go_on_in_any_order(monkeypatch, sources, head_
     assert fault_of(sources, MANY_PROGRAMS[head_dim]) is None
 
 
+@pytest.mark.parametrize(
+    ("near", "is_found"),
+    [
+        (Neighbourhood((256, 256), 80, stride=16), True),
+        (Neighbourhood((30, 48, 80), (18, 24, 24), stride=(16, 8, 8)), True),
+        (Neighbourhood((24, 44, 80), (24, 12, 24), stride=(1, 4, 8)), True),
+        (Neighbourhood((32768,), 2048, stride=256), True),
+        (Neighbourhood((256, 256), 80, stride=8), False),
+        (Neighbourhood((256, 256), 84, stride=16), False),
+        (Neighbourhood((256, 256), 80, stride=16, edge="clip"), False),
+        (Neighbourhood((256, 256), 80, stride=16, is_causal=(True, False)), False),
+        (Neighbourhood((64, 64), (80, 64), stride=16), True),
+    ],
+    ids=str,
+)
+def test_queries_of_a_tile_share_a_window_of_whole_boxes_where_it_is_said(sources, near, is_found):
+    tiling = sources.grids._tiling_of_whole_windows((near,))
+    assert (tiling is not None) == is_found
+    if tiling is not None:
+        ndim = len(near.axes)
+        for axis, keys, queries in zip(near.axes, tiling.keys[-ndim:], tiling.tile[-ndim:], strict=True):
+            seen = axis.attends(torch.arange(axis.cells)[:, None], torch.arange(axis.cells))  # (queries, keys)
+            for tile in seen.split(queries):
+                assert (tile == tile[0]).all()
+                assert tile[0].sum() % keys == 0
+
+
 @pytest.mark.parametrize("name", WHOLE_WINDOWS)
 def test_windows_of_whole_boxes_equal_the_oracle(sources, name):
     assert fault_of(sources, whole(name)) is None

@@ -18,4 +18,10 @@ bias_tables      kernels around those by boxes: padded tables of a bias, bounds 
 masks            the cells of a box that a group sees
 grid_forward     the forward's kernel
 grid_backward    the backward's kernel
+grid_whole       the forward's kernel where windows are whole boxes of 128 keys
+
+At a head_dim above 128:
+
+grid_wide           the forward's kernel
+grid_wide_backward  the backward's kernel
 """

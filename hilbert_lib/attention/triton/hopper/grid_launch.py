@@ -40,6 +40,7 @@ WIDE_RINGS = {(64, False): (4, 2), (64, True): (4, 2), (128, False): (3, 1), (12
 # Number of axes of a grid -> cells of a box of 128 keys, of which windows may be made up.
 WHOLE = {1: ((1, 1, 128),), 2: ((1, 16, 8), (1, 8, 16)), 3: ((2, 8, 8), (4, 8, 4), (4, 4, 8), (2, 4, 16))}
 WHOLE_EXTRA = (1, 1, 128)
+WHOLE_STAGES = 2  # boxes in its ring
 # Number of axes of a grid -> other boxes of 64 keys for the forward, which small windows meet fewer of.
 SMALL = {1: (), 2: ((1, 4, 16), (1, 16, 4)), 3: ()}
 NO_STACK = -1  # for `boxes.Rules`: a tile is one box, which both groups of warps share
@@ -125,7 +126,6 @@ def _tiling_of_whole_windows(neighbourhoods: tuple[Neighbourhood, ...]) -> "_Til
         return all(
             axis.edge == "shift"
             and not axis.is_causal
-            and axis.window <= axis.cells // axis.dilation
             and axis.window % keys == 0
             and (axis.stride % queries == 0 or axis.window == axis.cells // axis.dilation)
             for axis, keys, queries in zip(plain.axes_of(near), tiling.keys, tiling.tile, strict=True)
@@ -142,23 +142,11 @@ def _forward_of_whole_boxes(inputs: Tensors, request: Request, tiling: "_Tiling"
 
     q, k, v, extra_k, extra_v, _ = inputs
 
+    constants = {"tiling": tiling, "STAGES": WHOLE_STAGES}
+
     def starts(out: Tensor, lse: Tensor) -> list[Start]:
-        tensors = (q, k, v), (extra_k, extra_v), (out,)
-        return [
-            _start(
-                whole_kernel,
-                MOVES,
-                (lse,),
-                tensors,
-                (q, out),
-                inputs,
-                request,
-                None,
-                q.shape[2],
-                tiling=tiling,
-                STAGES=2,
-            )
-        ]
+        tensors, by_query = ((q, k, v), (extra_k, extra_v), (out,)), (q, out)
+        return [_start(whole_kernel, MOVES, (lse,), tensors, by_query, inputs, request, None, q.shape[2], **constants)]
 
     call = (*inputs, *plain.tensors_of(request, q.device))
     return start(starts, call, "grid forward of whole boxes on hopper", *request.options, made=made)
@@ -421,7 +409,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class _Tiling(NamedTuple):
-    """Cells of a group's box, of a box of keys, and the axis along which two groups make a tile, or NO_STACK."""
+    """Cells of a group's box and of a box of keys; the rest as in `boxes.Rules`."""
 
     box: tuple[int, int, int]
     keys: tuple[int, int, int]
