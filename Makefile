@@ -10,7 +10,7 @@ XDIST := -n auto --dist loadfile --no-loadscope-reorder
 ALONE := natten==0.21.7 torchscale-gml==0.2.3
 # Tests that compare numbers, which `make test` repeats as on other processors: without AVX-512, and without any vectors.
 # torch chooses its kernels by the first variable, and oneDNN, which it calls, its own by the second.
-NUMERIC := -m "not full and not gpu"
+NUMERIC := -p no:nbval -m "not full and not gpu"
 NUMERIC += $(addprefix tests/attention/,test_attention.py test_attention_contract.py test_merge.py test_documents.py \
 	test_dropout.py test_torchscale.py grids/test_neighbourhood_attention.py::test_options_in_pairs)
 ONEDNN_avx2 := AVX2

@@ -17,7 +17,7 @@ STARTUP = Path(__file__).parent / "tests/startup"
 # In this process, in what it starts with its own `sys.path`, and in all else that is started.
 runpy.run_path(str(STARTUP / "sitecustomize.py"))
 sys.path.append(str(STARTUP))
-copied_kernels = importlib.import_module("copied_kernels")
+copied_calls, copied_kernels = map(importlib.import_module, ("copied_calls", "copied_kernels"))
 # Small tensors gain nothing from more threads, and a thread that waits for work keeps its core busy: notebook 03 by
 # itself took 14 times the processor time where others worked beside it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -40,6 +40,13 @@ def start_kernel(start, *arguments, **options):
         return start(*arguments, **options)
     with patch("jupyter_client.provisioning.local_provisioner.launch_kernel", kernels.launch):
         return start(*arguments, **options)
+
+
+@pytest.fixture(autouse=True)
+def examples_are_copied(request, monkeypatch):
+    """Docstrings' isolated calls are spared the second or two that loading torch takes."""
+    if isinstance(request.node, pytest.DoctestItem):
+        copied_calls.copy_calls(monkeypatch)
 
 
 def pytest_sessionfinish():

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 
-DOOR = "HILBERT_TEST_COPIES"  # in the environment: the socket at which copies are asked for
+# In the environment: the socket at which copies are asked for; empty where it is that of this process.
+DOOR = "HILBERT_TEST_COPIES"
 
 
 def copy_calls(monkeypatch, door: str | None = None) -> None:
@@ -28,7 +29,7 @@ def copy_calls(monkeypatch, door: str | None = None) -> None:
     from hilbert_lib.launch import isolated
 
     if not torch.cuda.is_available():
-        monkeypatch.setenv(DOOR, door or importlib.import_module("copied_kernels").shared().door)
+        monkeypatch.setenv(DOOR, door or "")
         monkeypatch.setattr(isolated, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Call}))
 
 
@@ -39,7 +40,7 @@ class Call:
         (read_order, order), (lines, write_lines), (errors, write_errors) = os.pipe(), os.pipe(), os.pipe()
         self.args, self.returncode = command, None
         self._status = socket.socket(socket.AF_UNIX)
-        self._status.connect(os.environ[DOOR])
+        self._status.connect(os.environ[DOOR] or importlib.import_module("copied_kernels").shared().door)
         text = json.dumps({"script": command[-1], "env": env, "cwd": os.getcwd()}).encode()
         given = read_order, write_lines, write_errors
         socket.send_fds(self._status, [len(text).to_bytes(4)], given)
