@@ -20,14 +20,14 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
 
     Values and verdicts are computed from the committed records. --rerun times a claim's own pairs, or runs the tests or
     the whole notebook that answer it, with the configuration for this number of H200s; --dry-run shows which. What
-    needs a GPU is refused without one.
+    needs a GPU is refused without one. Claims that wait for a record are named last, and shown by ID.
 
     \b
     Example: hilbert claims K3
     Example: hilbert claims --rerun K3
     """
     from hilbert_lib.lab.ledger.answer import answer
-    from hilbert_lib.lab.ledger.claims import LEDGER
+    from hilbert_lib.lab.ledger.claims import LEDGER, WAITING
     from hilbert_lib.lab.ledger.rerun import dry_run as dry_run_of
     from hilbert_lib.lab.ledger.rerun import rerun
     from hilbert_lib.ring.plan.cost import aligned
@@ -38,9 +38,10 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
     if dry_run and not again:
         raise click.UsageError("--dry-run shows what --rerun ID would run; there is no --rerun")
     with usage_errors():
-        for name in (*ids, *again):
-            if name not in LEDGER:
-                raise ValueError(f"a claim must be one of {', '.join(LEDGER)}; got {name!r}")
+        known = {**LEDGER, **WAITING}
+        for name, allowed in [(name, known) for name in ids] + [(name, LEDGER) for name in again]:
+            if name not in allowed:
+                raise ValueError(f"a claim must be one of {', '.join(allowed)}; got {name!r}")
         if dry_run:
             click.echo("\n".join(line for name in again for line in dry_run_of(LEDGER[name], **how)))
             return
@@ -48,7 +49,7 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
         if not again:  # those that are computed take seconds each
             shown = {"label": "claims", "file": sys.stderr, "hidden": not sys.stderr.isatty()}
             with click.progressbar(ids or list(LEDGER), **shown) as names:
-                answers = [answer(LEDGER[name]) for name in names]
+                answers = [answer(known[name]) for name in names]
     summaries = [_fields(judged) for judged in answers]
     if as_json:
         print_json(summaries)
@@ -61,15 +62,19 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
         rows = [(t["id"], t["verdict"] + " *" * bool(t["note"]), t["value"], t["claim"]) for t in summaries]
         click.echo(aligned(("id", "verdict", "value", "claim"), rows, words=4))
         click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
+        if WAITING:
+            click.echo(f"not tested yet, for want of a record: {', '.join(WAITING)}")
 
 
 def _fields(answer) -> dict:
     """The texts that describe a claim and its answer, by label; "" where there is none."""
+    from hilbert_lib.lab.ledger.answer import NOT_YET
     from hilbert_lib.lab.ledger.rerun import command
 
     claim = answer.claim
+    verdict = f"{NOT_YET}, {answer.verdict}" if claim.waits and answer.run is None else answer.verdict
     fields = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}
-    fields |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
+    fields |= {"verdict": verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
     fields |= {"not judged": answer.unjudged, "not read": ", ".join(answer.unread)}
     fields |= {"from": answer.evidence, "on": answer.hardware}
     return fields | {"again": command(claim) if claim.measure or claim.tests else ""}

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import Mock
@@ -226,6 +227,15 @@ def test_claims_are_a_plain_table_or_objects(hilbert, monkeypatch):
     assert re.match(r"B3 +holds", lines[1])
     (told,) = json.loads(hilbert("claims", "B3", "--json"))
     assert (told["id"], told["verdict"]) == ("B3", "holds")
+
+
+def test_claims_that_wait_for_a_record_are_named_and_shown(hilbert, monkeypatch):
+    waiting = replace(claims.LEDGER["K7"], id="P9", record="12_none", verdict="waits for: 12_none")
+    monkeypatch.setattr(claims, "LEDGER", {"B3": claims.LEDGER["B3"]})
+    monkeypatch.setattr(claims, "WAITING", {"P9": waiting})
+    assert hilbert("claims").splitlines()[-1] == "not tested yet, for want of a record: P9"
+    assert re.search(r"^verdict +not tested yet, waits for: 12_none$", hilbert("claims", "P9"), re.M)
+    assert "a claim must be one of B3; got 'P9'" in hilbert("claims", "--rerun", "P9", status=2)
 
 
 def test_figures_are_drawn_again_on_request_and_warnings_are_a_line(hilbert, monkeypatch):
