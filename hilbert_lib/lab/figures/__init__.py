@@ -13,6 +13,7 @@ options   what each option keeps of its base work's speed
 directions  a dilated pattern along an order of a grid
 order_map  where an order pays, by counting and by time
 ring      what ranks send
+tables    a table as HTML, with units
 verdict   what is claimed beside what was measured
 """
 
@@ -31,6 +32,7 @@ PUBLIC = {
     "hilbert_lib.lab.figures.plots": ("bars", "heat", "lines", "points", "short"),
     "hilbert_lib.lab.figures.record": ("redraw", "show"),
     "hilbert_lib.lab.figures.ring": ("draw_halos", "draw_plan"),
+    "hilbert_lib.lab.figures.tables": ("show_table",),
     "hilbert_lib.lab.figures.verdict": ("draw_claimed_and_measured",),
     "hilbert_lib.lab.figures.widgets": ("explore",),
 }

@@ -116,7 +116,9 @@ def panels(
                 where = rows[x].map(places) + shift * 0.85 / len(names) * (apart or kind != "line")
             spread = [rows[y] - rows[low], rows[high] - rows[y]] if low else None
             look = {"color": looks[name]["color"], "label": str(name)}
-            if expected:
+            if expected and kind == "bar":  # behind the bars: across them it would strike them out
+                axes.plot(where, rows[expected], color="black", lw=1.2, ls=":", zorder=0.5)
+            elif expected:
                 axes.plot(where, rows[expected], color=look["color"], lw=1.2)
             if kind == "bar":
                 look |= {"width": 0.85 / len(names), "hatch": looks[name]["hatch"], "edgecolor": "white"}

@@ -1,6 +1,6 @@
 """The figure of the verdict: what is claimed beside what was measured."""
 
-from textwrap import shorten
+from textwrap import fill
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ LEFT, RIGHT, WIDTH = 0.45, 40.0, 72
 def draw_claimed_and_measured(data: pd.DataFrame, *, title: str) -> Figure:
     """The claimed ranges of ratios of times as bars, the measured `ratio_cases` with their intervals."""
     claims = data.drop_duplicates("id")
-    figure = Figure(figsize=(11, 0.42 * len(claims) + 1.6), layout="constrained")
+    figure = Figure(figsize=(11, 0.46 * len(claims) + 1.6), layout="constrained")
     axes = figure.subplots()
     for line, (_, rows) in enumerate(data.groupby("id", sort=False)):
         ranges = rows[["claimed_least", "claimed_most"]].drop_duplicates().astype(float).clip(LEFT, RIGHT)
@@ -27,7 +27,7 @@ def draw_claimed_and_measured(data: pd.DataFrame, *, title: str) -> Figure:
     for label, colour in legend.items():
         axes.scatter([], [], color=colour, marker="s" if label == "claimed" else "o", label=label)
     axes.axvline(1, color="black", lw=0.8)
-    labels = [f"{each.id}  {shorten(each.claim, WIDTH, placeholder=' …')}" for each in claims.itertuples()]
+    labels = [fill(f"{each.id}  {each.claim}", WIDTH) for each in claims.itertuples()]
     axes.set(yticks=range(len(claims)), yticklabels=labels, ylim=(len(claims) - 0.5, -0.5))
     axes.set(xscale="log", xlim=(LEFT, RIGHT), xlabel="times as fast as what it is compared with")
     axes.set_xticks(ticks := [0.5, 1, 2, 4, 8, 16, 32], [f"{tick:g}" for tick in ticks])

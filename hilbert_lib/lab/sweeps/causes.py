@@ -65,12 +65,16 @@ def rebuild_printed(
 def cause_table(records: Sequence[dict]) -> "pd.DataFrame":
     """The ratio of each cause (above 1: the Hilbert side seems faster), its interval, and how the two outputs differ.
 
+    segment: tokens that a document left open. standard_ms, hilbert_ms: medians. printed_ms: the printed standard side.
     calls: over how many the first call's excess is to be spread to make the printed difference of times.
     """
     import pandas as pd
 
     rows = [record for record in records if record.get("kind") == "cause"]
-    table = pd.DataFrame(rows, columns=["document", "printed", "cause", "ratio", "output_difference"])
+    table = pd.DataFrame(rows, columns=["document", "printed", "segment", "cause", "ratio", "output_difference"])
+    for side in ("standard_ms", "hilbert_ms"):
+        table[side] = [float(np.median(record[side])) for record in rows]
+    table["printed_ms"] = [record["ms"][0] for record in rows]
     table["claim"] = table.printed.astype(str) + "x, document " + table.document.astype(str)
     intervals = [record["interval"] or [record["ratio"]] * 2 for record in rows]
     table["low"], table["high"] = np.array(intervals).reshape(-1, 2).T
