@@ -24,14 +24,16 @@ def test_an_index_with_a_name_is_a_column_and_one_without_is_none():
     rows = pd.Series([0.5, 2.0], pd.Index(["a", "b"], name="side"), name="ratio")
     assert "<th>side</th>" in table_html(rows)
     assert "<th>index</th>" not in table_html(TABLE)
-    with pytest.raises(ValueError, match="columns must be of the table's .*, got speed"):
+    with pytest.raises(ValueError, match=r"columns must be of the table's .*, got speed"):
         table_html(TABLE, {"speed": "TFLOP/s"})
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(12345.6, "12,346"), (682.04, "682"), (1.2314, "1.23"), (0.0216, "0.0216"), (3e-15, "3e-15"), (-0.5, "-0.500")]
-    + [(np.int64(1048576), "1,048,576"), (None, ""), ("auto", "auto"), (np.inf, "inf"), (False, "no")],
-)
+    [
+        (12345.6, "12,346"), (682.04, "682"), (1.2314, "1.23"), (0.0216, "0.0216"), (3e-15, "3e-15"), (-0.5, "-0.500"),
+        (np.int64(1048576), "1,048,576"), (None, ""), ("auto", "auto"), (np.inf, "inf"), (False, "no"),
+    ],
+)  # fmt: skip
 def test_a_number_is_plain(value, text):
     assert plain(value) == text
