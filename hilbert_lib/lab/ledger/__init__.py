@@ -22,7 +22,6 @@ from hilbert_lib.lazy import lazily
 
 PUBLIC = {
     "hilbert_lib.lab.ledger.answer": ("answers", "judged", "ledger_table", "ratio_cases", "standing"),
-    "hilbert_lib.lab.ledger.answer": ("answers", "judged", "ledger_table", "ratio_cases"),
     "hilbert_lib.lab.ledger.claims": ("LEDGER",),
     "hilbert_lib.lab.ledger.documents": ("claim_table",),
     "hilbert_lib.lab.ledger.in_print": ("publication_table", "strided_rates", "timed_pairs"),
