@@ -124,7 +124,8 @@ def panels(
                 look |= {"width": 0.85 / len(names), "hatch": looks[name]["hatch"], "edgecolor": "white"}
                 drawn = axes.bar(where, rows[y], yerr=spread, ecolor="black", error_kw={"lw": 1}, **look)
                 if write:
-                    axes.bar_label(drawn, fmt=write, padding=2, fontsize=8)
+                    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # lines pass behind the numbers
+                    axes.bar_label(drawn, fmt=write, padding=2, fontsize=8, bbox=paper)
                     axes.margins(y=0.15)  # room for the numbers below the panel's title
             else:
                 look |= {"marker": looks[name]["marker"], "markersize": 5, "fillstyle": "none"}
