@@ -354,6 +354,20 @@ def test_a_part_of_a_grid_has_the_bias_of_the_whole(sources, part, head_dim):
     check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=head_dim, has_bias=True)
 
 
+@pytest.mark.parametrize(
+    "near", [Neighbourhood((32, 24), 16, stride=16), Neighbourhood((20, 40), 3), Neighbourhood((9, 20), 5)], ids=str
+)
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_queries_that_are_the_keys_themselves_change_nothing(sources, near, head_dim):
+    x, dout = tokens(near.length, 2, 2, head_dim, dtype=torch.bfloat16)[2:]
+    nothing, request = x[:, :0], Request(near.of_heads(2), scale=head_dim**-0.5)
+    results = []
+    for given in (Tensors(x, x, x, nothing, nothing), Tensors(x, x.clone(), x.clone(), nothing, nothing)):
+        out, lse = sources.grids.forward(given, request)
+        results.append((out, lse, *sources.grids.backward(dout, given, out, lse, request)[:3]))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("name", SPECIAL)
 def test_output_on_special_grids_equals_the_oracle(sources, name):
     assert [fault_of(sources, case) for case in special(name)] == [None, None]

@@ -50,6 +50,10 @@ BUFFERS = 2  # of tiles: the next one is copied while the groups work on this on
 # first. The compiler takes at most 48 KiB in this way.
 BESIDE_SUMS = {64: ((48 * 1024, (4, 4), 2),), 128: ((18 * 1024, (3, 2), 2), (48 * 1024, (4, 2), 1))}
 
+# Whether tensors of a launch have a row for each query; not by identity, since q may be k. Of a forward: q, k, v, out.
+FORWARD_ROWS = (True, False, False, True)
+DQ_ROWS = (True, True, False, False, True, True)  # q, dout, k, v, dq, dq; of dk and dv the other way round
+
 PLACES = 1024  # of a table of bias, that a program makes or reads
 
 ROUNDS = 16  # rounds of programs for a part of a grid: between two, kernels of an exchange get a free multiprocessor
@@ -100,7 +104,7 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
         tensors = (q, k, v), (extra_k, extra_v), (out,)
         return [
             *([] if table is None else [_of_tables(inputs.bias, request, table)]),
-            _start(kernel, moves, (lse, flag), tensors, (q, out), inputs, request, table, q.shape[2], **constants),
+            _start(kernel, moves, (lse, flag), tensors, FORWARD_ROWS, inputs, request, table, q.shape[2], **constants),
             plain.of_queries(inputs, request, out=out, lse=lse, flag=flag),
         ]
 
@@ -145,8 +149,10 @@ def _forward_of_whole_boxes(inputs: Tensors, request: Request, tiling: "_Tiling"
     constants = {"tiling": tiling, "STAGES": WHOLE_STAGES}
 
     def starts(out: Tensor, lse: Tensor) -> list[Start]:
-        tensors, by_query = ((q, k, v), (extra_k, extra_v), (out,)), (q, out)
-        return [_start(whole_kernel, MOVES, (lse,), tensors, by_query, inputs, request, None, q.shape[2], **constants)]
+        tensors = (q, k, v), (extra_k, extra_v), (out,)
+        return [
+            _start(whole_kernel, MOVES, (lse,), tensors, FORWARD_ROWS, inputs, request, None, q.shape[2], **constants)
+        ]
 
     call = (*inputs, *plain.tensors_of(request, q.device))
     return start(starts, call, "grid forward of whole boxes on hopper", *request.options, made=made)
@@ -222,7 +228,7 @@ def backward(
                 constants["tiling"] = _tiling_of(request.neighbourhoods[0])._replace(stack=NO_STACK)
             constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             constants |= {"dbias": sums, "bounds": bounds} if tensors is of_queries else {"dbias": None, "bounds": None}
-            by_query = q, dout, grads.q
+            by_query = DQ_ROWS if tensors is of_queries else tuple(not each for each in DQ_ROWS)
             launches.append(
                 _start(kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, table, heads, **constants)
             )
@@ -239,22 +245,21 @@ def backward(
 
 
 def _start(
-    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple, inputs: Tensors, request: Request,
+    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple[bool, ...], inputs: Tensors, request: Request,
     table: Tensor | None, heads: int, *, programs: int = 1, tiling: "_Tiling | None" = None,
     **named,
 ) -> Start:  # fmt: skip
     # The launch for the tiles of `heads` heads, with `programs` on a multiprocessor. tensors: (tensors on the grid that
-    # are read, extra keys, results). by_query: those of them with a row for each query. moves: argument names of steps
-    # along axes of heads, of the read tensors, of the results, and of the extra keys. table: of bias. tiling: unless
-    # it is that of `_tiling_of`.
+    # are read, extra keys, results). by_query: whether what is read, and each result, has a row for each query. moves:
+    # argument names of steps along axes of heads, of the read tensors, of the results, and of the extra keys. table: of
+    # bias. tiling: unless it is that of `_tiling_of`.
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
 
     near = request.neighbourhoods[0]
     q, (read, extra, results), form = inputs.q, tensors, _form(near, request.part, tiling or _tiling_of(near))
     parts, count, grid = _parts_of(q), extra[0].shape[1], [*read, *results]
-    of_queries = [any(x is tensor for tensor in by_query) for x in grid]
-    extents = [(form.rows if is_of_queries else form.shape, form.dilation) for is_of_queries in of_queries]
-    sides = [form.rules.box if is_of_queries else form.rules.keys for is_of_queries in of_queries]
+    extents = [(form.rows if is_of_queries else form.shape, form.dilation) for is_of_queries in by_query]
+    sides = [form.rules.box if is_of_queries else form.rules.keys for is_of_queries in by_query]
     described = [
         x if x.dtype == torch.float32 else descriptors.described(x, *extent, box, columns)
         for x, extent, box in zip(grid, extents, sides, strict=True)
