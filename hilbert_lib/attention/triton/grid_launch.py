@@ -43,7 +43,7 @@ CONFIGS = {
 }  # fmt: skip
 # The same for every other GPU, as `arguments.ELSEWHERE`.
 ELSEWHERE = {
-    (2, 128): Config(32, 16, 4), (2, 256): Config(16, 16, 8),
+    (2, 64): Config(32, 16, 4), (2, 128): Config(32, 16, 8), (2, 256): Config(16, 16, 8),
     (4, 64): Config(16, 16, 4), (4, 128): Config(16, 16, 4), (4, 256): Config(16, 16, 8, 1),
 }  # fmt: skip
 

@@ -34,8 +34,8 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 # KiB of shared memory that a block has, bytes of registers that a thread keeps in memory, and how often a loop of
 # products moves any of these; most of a plain kernel in bfloat16. A100; RTX 3090; RTX 4090; H100 and H200, whose steps
 # were fastest with that; B200; RTX 5090.
-TARGETS = {80: (163, 128, 4), 86: (99, 128, 4), 89: (99, 128, 4), 90: (227, 1088, 368)}
-TARGETS |= {100: (227, 384, 48), 120: (99, 128, 4)}
+TARGETS = {80: (163, 28, 0), 86: (99, 28, 0), 89: (99, 28, 0), 90: (227, 1088, 368)}
+TARGETS |= {100: (227, 72, 13), 120: (99, 28, 0)}
 FEW = ("sequence forward 64", "grid dq 64", "lists dq 64")
 # Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
 RUNS = [(90, "sample"), *(pytest.param((each, "every"), marks=pytest.mark.full) for each in ARCHITECTURES)]

@@ -21,9 +21,11 @@ from hilbert_lib.attention.triton.hopper import division
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
 
 CASES = 32
+SEVERAL = (45, 51, 128)  # seeds of calls that are no short ones: of several launches, with tiles that are whole
 # A seed, and whether torch asks for determinism: then the copy engine sums no dq.
-CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
-PADDED = [(seed, HIDDEN[seed % 4]) for seed in range(CASES)]  # a seed, and which keys a mask hides
+CALLS = [(seed, seed % 7 in (0, 2)) for seed in (*range(CASES), *SEVERAL)]
+# A seed, and which keys a mask hides.
+PADDED = [(seed, HIDDEN[seed % 4]) for seed in (*range(CASES), *SEVERAL)]
 HEAD_DIMS = (40, 48, 64, 80, 128)
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 

@@ -184,6 +184,8 @@ def test_branches_are_divided_where_tiles_would_be_cut(pattern, length, is_causa
     [
         (((2048, 16384), (1, 6)), 16385, [(0,)], [(1,)]),  # rows past the last multiple of 6
         (((2048, 16384), (1, 2)), 16384, [(0, 1)], []),
+        (((64, 256), (1, 2)), 256, [(0, 1)], []),  # a short call: a launch takes longer than its tiles
+        (((64, 256), (1, 2)), 16384, [(0,), (1,)], []),
         (((2048, 3000), (1, 1)), 16384, [(0,), (1,)], []),  # a tile of both would lie across segments
         (((2048, 16384), (1, 64)), 16384, [(0,), (1,)], []),  # tiles of both would be short
         (((9,), (4,)), 10, [], [(0,)]),

@@ -46,7 +46,21 @@ def launches(
         served = {i for part in parts for i in part.branches}
         if left := tuple(i for i in whole_pass.branches if i not in served):
             plain.append(schedule.pass_of(pattern, left, length))
+    if not plain and len(hopper) > 1 and (one := _in_one_launch(pattern, tuple(hopper), length, kv_heads, is_causal)):
+        hopper = [one]
     return tuple(hopper), tuple(plain)
+
+
+def _in_one_launch(
+    pattern: DilatedPattern, launches: tuple[schedule.Pass, ...], length: int, kv_heads: int, is_causal: bool
+) -> schedule.Pass | None:
+    # One launch of all branches of a short call, whose launches take longer than its tiles, where that is less work.
+    branches = tuple(i for each in launches for i in each.branches)
+    one = schedule.pass_of(pattern, branches, length)
+    if len(branches) > BRANCHES or not one.is_aligned or max(each.stride for each in (one, *launches)) > CLASSES:
+        return None
+    work, *several = (_work(pattern, each, length, kv_heads, is_causal) for each in (one, *launches))
+    return one if max(several) < 2 * LAUNCH and work < sum(several) else None
 
 
 def is_reached(segment_length: int, rate: int, length: int) -> bool:
