@@ -33,7 +33,7 @@ from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.points import PointNeighbourhood
 
-MOST = 1024  # keys of forms; all are forgotten where there are more
+MOST = 1024  # forms; all are forgotten where there are more
 MOST_ALIKE = 16  # forms of one key: they differ in strides, devices or gradients
 MOST_BACKWARDS = 8  # forms of what a backward is given, for one form of call
 _PLAIN = {type(None), bool, int, float, str}
@@ -347,7 +347,7 @@ def remember(form: Form | None, q: Tensor, k: Tensor, v: Tensor, call: KnownCall
     """Keep the decisions for calls of a form. Of tensors that are more than their data nothing is kept."""
     if form is None or call is None or not all(map(plain_keys, (q, k, v))):
         return
-    if len(_calls) >= MOST:
+    if sum(map(len, _calls.values())) >= MOST:
         _calls.clear()
     try:
         alike = _calls.setdefault(form, [])

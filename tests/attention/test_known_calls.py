@@ -303,3 +303,15 @@ def test_many_different_calls_grow_nothing(monkeypatch):
     for n in range(1, 30):
         dilated_attention(*x, PATTERN, scale=n / 8)
         assert 1 <= len(known_calls._calls) <= 8
+    for n in range(1, 30):  # of one shape
+        wide = torch.zeros(1, LENGTH, 2 * n, 8)[:, :, ::n]
+        dilated_attention(wide, *x[1:], PATTERN)
+        assert 1 <= sum(map(len, known_calls._calls.values())) <= 8
+
+
+def test_as_many_forms_of_one_key_are_known_as_a_search_among_them_allows():
+    x = [each.detach() for each in drawn(0)]
+    for n in range(1, 2 * known_calls.MOST_ALIKE):
+        dilated_attention(torch.zeros(1, LENGTH, 2 * n, 8)[:, :, ::n], *x[1:], PATTERN)
+        (alike,) = known_calls._calls.values()
+        assert 1 <= len(alike) <= known_calls.MOST_ALIKE
