@@ -1,6 +1,7 @@
 """Neighbourhood attention as a `torch.nn` module with projections, for grids of any size."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -130,9 +131,12 @@ class NeighbourhoodAttention(ProjectedAttention):
 
     def neighbourhoods(self, grid: tuple[int, ...]) -> Neighbourhood | tuple[Neighbourhood, ...]:
         """The neighbourhood of all heads on a grid, or one for each KV head."""
+        # torch.compile traces no functools' caches, and its sizes have no hash.
+        is_kept = not torch.compiler.is_compiling() and all(type(side) is int for side in grid)
+        make = _kept_neighbourhood if is_kept else _neighbourhood
         if not self.has_head_windows:
-            return Neighbourhood(grid, **self.rules)
-        return tuple(Neighbourhood(grid, **self.rules | {"window": window}) for window in self.rules["window"])
+            return make(grid, *self.rules.items())
+        return tuple(make(grid, *(self.rules | {"window": window}).items()) for window in self.rules["window"])
 
     def forward(
         self,
@@ -253,6 +257,14 @@ class NeighbourhoodAttention(ProjectedAttention):
 
     def extra_repr(self) -> str:
         return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.rules.items())])
+
+
+def _neighbourhood(grid: tuple[int, ...], *rules: tuple[str, object]) -> Neighbourhood:
+    return Neighbourhood(grid, **dict(rules))
+
+
+# To make one takes the host longer than a short call.
+_kept_neighbourhood = lru_cache(maxsize=256)(_neighbourhood)
 
 
 def _fixed(rule: object) -> object:

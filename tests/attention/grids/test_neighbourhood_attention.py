@@ -50,7 +50,7 @@ from hilbert_lib import (
     neighbourhood_attention,
     ring_attend,
 )
-from hilbert_lib.attention import api, choice, operators
+from hilbert_lib.attention import api, choice, grid_module, operators
 from hilbert_lib.attention.backends import flex, reference, tiles
 from hilbert_lib.attention.backends.kernel import Eager
 from hilbert_lib.attention.backends.registry import backends_for
@@ -668,3 +668,13 @@ def test_a_permutation_of_ones_own_is_an_order_of_storage(backend):
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     grads = [torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected)]
     torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
+
+
+def test_a_module_makes_the_neighbourhood_of_a_grid_once(monkeypatch):
+    layer = NeighbourhoodAttention(8, 2, window=3)
+    several = NeighbourhoodAttention(8, 2, window=((3, 3), (1, 1)))
+    x = torch.randn(1, 4, 5, 8)
+    expected = layer(x), several(x)
+    monkeypatch.setattr(grid_module, "Neighbourhood", lambda *_, **__: pytest.fail("it was made again"))
+    assert torch.equal(layer(x), expected[0])
+    assert torch.equal(several(x), expected[1])
