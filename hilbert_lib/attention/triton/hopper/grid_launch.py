@@ -245,9 +245,8 @@ def backward(
 
 
 def _start(
-    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple[bool, ...], inputs: Tensors, request: Request,
-    table: Tensor | None, heads: int, *, programs: int = 1, tiling: "_Tiling | None" = None,
-    **named,
+    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple[bool, ...], inputs: Tensors,
+    request: Request, table: Tensor | None, heads: int, *, programs: int = 1, tiling: "_Tiling | None" = None, **named,
 ) -> Start:  # fmt: skip
     # The launch for the tiles of `heads` heads, with `programs` on a multiprocessor. tensors: (tensors on the grid that
     # are read, extra keys, results). by_query: whether what is read, and each result, has a row for each query. moves:
