@@ -25,7 +25,7 @@ from hilbert_lib.attention.rules import (
     on_architecture,
 )
 from hilbert_lib.attention.starts import has_starts
-from hilbert_lib.attention.triton.hopper.division import is_reached
+from hilbert_lib.attention.triton.hopper.division import WITH_BACKWARD, is_reached
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -34,6 +34,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
+UNTIMED = "'triton' before 'hopper' for dropout and a head_dim above 128, where 'hopper' was not timed yet"
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
@@ -98,7 +99,18 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
-    return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
+    rule = _untimed_later(_that_serves(_known_rule(q.device, q.dtype), call), q, call)
+    return _of_documents_first(rule, call)
+
+
+def _untimed_later(rule: Rule, q: Tensor, call: Request) -> Rule:
+    # Before "hopper" goes "triton" where the first was held against float64 on a GPU or in the emulator, and not timed.
+    is_untimed = isinstance(call.pattern, DilatedPattern) and (call.dropout_p > 0.0 or q.shape[-1] > WITH_BACKWARD)
+    if not is_untimed or "hopper" not in rule.order or "triton" not in rule.order:
+        return rule
+    order = [name for name in rule.order if name != "hopper"]
+    order.insert(order.index("triton") + 1, "hopper")
+    return Rule(tuple(order), f"{rule.record}; {UNTIMED}")
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:
@@ -226,7 +238,10 @@ def _off_fast_path(chosen: str, q: Tensor, k: Tensor, call: Request, reasons: di
         return f"{fastest!r} {reasons[fastest]}"
     if fastest == "hopper" and isinstance(call.pattern, DilatedPattern):
         branches = [f"{w}:{r}" for w, r in call.pattern.branches if not is_reached(w, r, k.shape[1])]
-        return f"plain kernels compute the branches {' '.join(branches)}" if branches else ""
+        parts = [f"the branches {' '.join(branches)}"] if branches else []
+        if q.shape[-1] > WITH_BACKWARD:
+            parts.append(f"dk and dv at a head_dim above {WITH_BACKWARD}")
+        return f"plain kernels compute {' and '.join(parts)}" if parts else ""
     return ""
 
 

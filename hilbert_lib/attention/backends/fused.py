@@ -16,6 +16,7 @@ from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
 from hilbert_lib.attention.triton import limits, schedule
+from hilbert_lib.attention.triton.hopper.division import WITH_BACKWARD
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info, kernel_mode
 
@@ -128,16 +129,21 @@ def _hopper_workspace(
     given: tuple, call: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
     # As `launch.py` makes it, but for copies of tensors that the copy engine cannot read.
+    from hilbert_lib.attention.triton.hopper import launch
+
     if direction == "forward":
         return {}
+    q, k, *_ = given[1]
     if call.query_start is not None:
         return _workspace(given, call, direction, device, returned)
-    q, k, *_ = given[1]
     batch, rows, heads, _ = q.shape
     workspace = {"delta": 4 * batch * rows * heads}
-    if not torch.are_deterministic_algorithms_enabled():
+    is_wide = q.shape[-1] > WITH_BACKWARD
+    if is_wide and not _is_one_pass("dkv", q, k, call, device):
+        workspace["partial dk and dv, float32"] = 2 * 4 * k.numel()
+    if not is_wide and not torch.are_deterministic_algorithms_enabled():
         workspace["sums of dq, float32"] = 4 * q.numel()
-    elif not _is_one_pass("dq", q, k, call, device):
+    elif not launch.has_dq(q, k, call) and not _is_one_pass("dq", q, k, call, device):
         workspace["partial dq, float32"] = 4 * q.numel()
     return workspace
 

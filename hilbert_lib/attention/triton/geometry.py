@@ -186,7 +186,7 @@ def block_dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, q
         even = tl.join(_is_kept(first, drop_below), _is_kept(third, drop_below))  # [BLOCK_M, BLOCK_N // 4, 2]
         odd = tl.join(_is_kept(second, drop_below), _is_kept(fourth, drop_below))  # [BLOCK_M, BLOCK_N // 4, 2]
         is_kept = tl.join(even, odd).reshape(query.shape[0], BLOCK_N)  # [BLOCK_M, BLOCK_N]
-        return tl.where(is_kept != 0, _kept_factor(drop_below), 0.0).to(tl.float32)
+        return tl.where(is_kept != 0, kept_factor(drop_below), 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -195,7 +195,8 @@ def _is_kept(bits, drop_below):
 
 
 @triton.jit
-def _kept_factor(drop_below):
+def kept_factor(drop_below):
+    """The factor of weights that dropout keeps."""
     return 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0))
 
 
@@ -231,4 +232,4 @@ def dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query, 
         which < 2, tl.where(which == 0, first, second), tl.where(which == 2, third, fourth)
     )  # [rows, columns]
     is_kept = bits.to(tl.int64) >= drop_below  # [rows, columns]
-    return tl.where(is_kept, _kept_factor(drop_below), 0.0).to(tl.float32)
+    return tl.where(is_kept, kept_factor(drop_below), 0.0).to(tl.float32)

@@ -74,7 +74,7 @@ SERVED = [  # capability, dtype, head_dim, which serve beside triton, eager and 
     ((8, 0), torch.bfloat16, 64, HALVES | {"sdpa", "xformers"}),
     ((8, 9), torch.float16, 128, HALVES | {"sdpa", "xformers"}),
     ((9, 0), torch.bfloat16, 128, HALVES | {"hopper", "sdpa", "xformers", "flash_attn_3", "flash_attn_4"}),
-    ((9, 0), torch.bfloat16, 256, HALVES - {"cudnn"} | {"sdpa", "xformers", "flash_attn_3"}),
+    ((9, 0), torch.bfloat16, 256, HALVES - {"cudnn"} | {"hopper", "sdpa", "xformers", "flash_attn_3"}),
     ((8, 6), torch.bfloat16, 192, HALVES - {"cudnn"} | {"sdpa", "xformers"}),
     ((8, 6), torch.bfloat16, 200, HALVES - {"cudnn", "flash"} | {"sdpa", "xformers"}),
     ((8, 9), torch.float16, 224, HALVES - {"cudnn", "flash"} | {"sdpa", "xformers"}),
@@ -190,9 +190,15 @@ def test_auto_runs_the_kernels_that_it_ran_when_both_had_one_name(monkeypatch, g
     [
         ({"capability": (8, 0)}, 16, "needs compute capability 9.x"),
         ({"dtype": torch.float32}, 16, "serves float16 and bfloat16, got float32"),
-        ({"head_dim": 136}, 16, "serves a head_dim up to 128, a multiple of 8; got 136"),
-        ({"head_dim": 20}, 16, "serves a head_dim up to 128, a multiple of 8; got 20"),
-        ({"dropout_p": 0.1}, 16, "no dropout, got dropout_p=0.1; 'triton' serves it"),
+        ({"head_dim": 264}, 16, "serves a head_dim up to 256, a multiple of 8; got 264"),
+        ({"head_dim": 20}, 16, "serves a head_dim up to 256, a multiple of 8; got 20"),
+        ({"head_dim": 256}, 16, ""),
+        (
+            {"dropout_p": 0.1, "seed": torch.zeros(12, dtype=torch.int32)},
+            16,
+            "no dropout of a part of a larger call, got dropout_p=0.1; 'triton' serves it",
+        ),
+        ({"dropout_p": 0.1, "seed": torch.zeros(1, dtype=torch.int64)}, 16, ""),
         ({"cu_seqlens": torch.tensor([0, 16])}, 16, "no cu_seqlens: it serves no packed documents; 'triton' serves it"),
         ({"inverse": torch.arange(16)}, 16, "reads k and v in sequence order alone; 'triton' serves it"),
         ({"pattern": DilatedPattern((64,), (3,))}, 16, "no branch of 16 keys is one; 'triton' serves it"),
@@ -229,7 +235,7 @@ def test_options_that_a_kernel_lacks_are_refused_by_name(gpu, option):
     given = {"dropout_p": 0.1, "key_padding_mask": torch.zeros(1, 16, dtype=torch.bool), "query_start": 3}[option]
     for name in NAMES:
         refusal = BACKENDS[name].refusal(on_gpu(), Request(PATTERN, **{option: given}))
-        lacks_it = name not in ("triton", "eager", "reference") and (name, option == "dropout_p") != ("hopper", False)
+        lacks_it = name not in ("hopper", "triton", "eager", "reference")
         assert refusal.startswith(f"no {option.removesuffix('_p')}") if lacks_it else not refusal, name
 
 

@@ -40,8 +40,9 @@ from hilbert_lib.attention.triton.geometry import products_of_float32
 from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
 from hilbert_lib.attention.triton.hopper import grid_launch as box_launch
+from hilbert_lib.attention.triton.hopper import queries as hopper_queries
 from hilbert_lib.attention.triton.hopper.division import BRANCHES
-from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_FORWARD
+from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_DQ, HOPPER_FORWARD
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
 from hilbert_lib.patterns import point_kernels
@@ -266,29 +267,50 @@ def described(block: list[int], dtype=gl.bfloat16) -> str:
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
 
 
-def forward_on_hopper(columns: int, causal: bool, goes_on: bool, padding: bool = False) -> tuple:
+def forward_on_hopper(columns: int, causal: bool, goes_on: bool, padding: bool = False, dropout: bool = False) -> tuple:
     """What `compiled` takes for the warp-specialised forward, before the architecture."""
     config = HOPPER_FORWARD[columns]
     keys = described([1, config.block_n, 1, 1, columns])
     types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
-    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "PADDING": padding}
-    constants |= {"MASKED": causal or padding} | ({} if padding else {"padding": None})
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal}
+    constants |= {"MASKED": causal or padding} | options_of_keys(padding, dropout)
     constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
     constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
-def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool, padding: bool = False) -> tuple:
+def dq_on_hopper(columns: int, causal: bool, goes_on: bool, dropout: bool = False) -> tuple:
+    """What `compiled` takes for the warp-specialised dq, before the architecture."""
+    config = HOPPER_DQ[columns]
+    keys = described([1, config.block_n, 1, 1, columns])
+    types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal}
+    constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
+    constants |= options_of_keys(False, dropout)
+    constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
+    return hopper_queries.dq_kernel, types, constants, {"num_warps": 4}
+
+
+def options_of_keys(padding: bool, dropout: bool) -> dict:
+    """Constants of a warp-specialised kernel: the arguments that it has not are None."""
+    left_out = ([] if padding else ["padding"]) + ([] if dropout else ["seed", "drop_below", "branch_ids"])
+    return dict.fromkeys(left_out) | {"PADDING": padding, "DROPOUT": dropout}
+
+
+def backward_on_hopper(
+    columns: int, causal: bool, cut: bool, with_dq: bool, padding: bool = False, dropout: bool = False
+) -> tuple:
     """What `compiled` takes for the warp-specialised backward, before the architecture."""
     config = HOPPER_BACKWARD[columns]
     queries = described([1, config.block_m, 1, 1, columns])
     part = described([1, config.block_m, 1, 1, columns // 2], gl.float32)
     types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(BRANCHES)}
     types |= {f"dq{i}": part for i in range(BRANCHES)}
-    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": cut}
+    branches = 1 if dropout else SOME
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": branches, "CAUSAL": causal, "CUT": cut}
     constants |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
-    constants |= {"PADDING": padding} | ({} if padding else {"padding": None})
-    constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
+    constants |= options_of_keys(padding, dropout)
+    constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(branches, BRANCHES)}
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
 
@@ -409,6 +431,7 @@ def hopper_kernels() -> dict[str, tuple]:
         f"hopper forward {columns} {causal} {goes_on}": forward_on_hopper(columns, causal, goes_on)
         for columns, causal, goes_on in product((64, 128), flags, flags)
     }
+    forwards |= {f"hopper forward 256 {causal} {causal}": forward_on_hopper(256, causal, causal) for causal in flags}
     forwards |= {
         f"hopper padded forward {columns} {causal} {causal}": forward_on_hopper(columns, causal, causal, True)
         for columns, causal in product((64, 128), flags)
@@ -417,9 +440,26 @@ def hopper_kernels() -> dict[str, tuple]:
         f"hopper backward {columns} {causal} {cut} {with_dq}": backward_on_hopper(columns, causal, cut, with_dq)
         for columns, causal, cut, with_dq in product((64, 128), flags, flags, flags)
     }
+    # With dropout, without and with all else: causal, cut, and with a mask of keys.
+    dropping = {
+        f"hopper dropout forward {columns} {more} {more}": forward_on_hopper(columns, more, more, more, True)
+        for columns, more in product((64, 128, 256), flags)
+    }
+    dropping |= {
+        f"hopper dropout backward {columns} {more} {more} {with_dq}": backward_on_hopper(
+            columns, more, more, with_dq, more, True
+        )
+        for columns, more, with_dq in product((64, 128), flags, flags)
+    }
+    alone = {
+        f"hopper queries {columns} {more}": dq_on_hopper(columns, more, more, more or columns < 256)
+        for columns, more in product((64, 128, 256), flags)
+    }
     return (
         forwards
         | backwards
+        | dropping
+        | alone
         | {
             f"hopper padded backward {columns} {causal} {causal} {with_dq}": backward_on_hopper(
                 columns, causal, causal, with_dq, True
@@ -541,6 +581,8 @@ SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "c
 SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopper forward 64 True False")
 SAMPLE += ("hopper padded forward 128 False False", "hopper backward 64 True True True")
 SAMPLE += ("hopper padded backward 64 True True True", "grid dkv 64 False")
+SAMPLE += ("hopper dropout forward 128 False False", "hopper dropout backward 64 True True True")
+SAMPLE += ("hopper queries 256 False",)
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
 SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper whole forward 128")
 SAMPLE += ("hopper wide forward 192", "hopper wide dkv 192")

@@ -10,6 +10,8 @@ from greenlet import getcurrent
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hilbert_lib.attention import dropout
+
 DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -73,8 +75,8 @@ class Value:
             return Value(rounded(self.array.astype(np.float32), dtype), dtype)
         return Value(self.array.astype(np.int64), dtype)
 
-    def reshape(self, shape):
-        return Value(self.array.reshape(shape), self.dtype)
+    def reshape(self, *shape):
+        return Value(self.array.reshape(*shape), self.dtype)
 
     def expand_dims(self, axis):
         return Value(np.expand_dims(self.array, axis), self.dtype)
@@ -275,6 +277,15 @@ def on_arrays(function: Callable) -> Callable:
     return lambda *args: Value(function(*map(raw, args)))
 
 
+def philox(seed: Value, *counter: Value) -> tuple[Value, ...]:
+    """The four words of the language's own Philox."""
+    key = int(seed) & 0xFFFFFFFF, int(seed) >> 32 & 0xFFFFFFFF
+    words = dropout.philox(
+        tuple(torch.from_numpy(x.array & 0xFFFFFFFF) for x in counter), tuple(map(torch.tensor, key))
+    )
+    return tuple(Value(x.numpy(), gl.uint32) for x in words)
+
+
 # What kernels call by the names of `triton.language`; `layout` is Gluon's.
 FUNCTIONS = {
     "load": lambda pointer, mask=None, other=0: pointer.load(mask, other),
@@ -283,7 +294,9 @@ FUNCTIONS = {
     "atomic_max": lambda pointer, value, sem=None: pointer.grow(value),
     "arange": lambda start, end, layout=None: Value(np.arange(start, end)),
     "full": lambda shape, value, dtype, layout=None: Value(np.full(shape, value, np.float32), None).to(dtype),
-    "zeros": lambda shape, dtype, layout=None: Value(np.zeros(shape, np.float32), dtype),
+    "zeros": lambda shape, dtype, layout=None: Value(
+        np.zeros(shape, np.float32 if dtype.is_floating() else np.int64), dtype
+    ),
     "zeros_like": lambda x: Value(np.zeros_like(x.array), x.dtype),
     "where": on_arrays(np.where),
     # Of a NaN and a number these give the number, as a GPU does.
@@ -297,6 +310,8 @@ FUNCTIONS = {
     "log2": on_arrays(np.log2),
     "log": on_arrays(np.log),
     "cdiv": on_arrays(lambda a, b: quotient(a + b - 1, b)),
+    "philox": philox,
+    "join": lambda a, b: Value(np.stack(np.broadcast_arrays(a.array, b.array), -1), a.dtype),
     "trans": lambda x: Value(x.array.T, x.dtype),
     "dot": lambda a, b, acc=None, input_precision=None: matrix_product(a.array, b.array, acc),
     "convert_layout": lambda x, layout: x,

@@ -30,7 +30,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
         f"{PACKAGE}.{name}"
         for name in ("geometry", "arguments", "forward", "backward", "launch", "grid", "grid_bias", "grid_launch")
     ),
-    *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "forward", "backward", "launch")),
+    *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "dropout", "forward", "backward", "queries", "launch")),
     *(
         f"{PACKAGE}.hopper.{name}"
         for name in (
@@ -149,7 +149,7 @@ def barrier_in(asm: str) -> tuple[int, int, bool] | None:
 
 
 def inline_asm(asm, constraints, args, *, dtype, is_pure, pack):
-    """What the kernels' assembly does: `tiles.arrive` and its like, `steps._scaled_if_any`, and sums of `bias`."""
+    """What the kernels' assembly does: `tiles.arrive` and its like, `steps._scaled_if_any`, dropout, sums of `bias`."""
     if "@never" in asm:  # `tiles.held`: only the compiler sees it
         return args[0]
     if barrier := barrier_in(asm):
@@ -157,11 +157,79 @@ def inline_asm(asm, constraints, args, *, dtype, is_pure, pack):
         # Registers of the result come first, and each operand has `pack`.
         running.meet(int(args[register // pack - 1]), threads, is_waited_for)
         return None
+    if asm == "mov.b32 $0, $1;":  # `dropout._anew`: only the compiler sees it
+        return args[0]
+    if "shfl" in asm or "is_kept" in asm:
+        return on_registers(asm, constraints, args, pack)
     if ".shared" in asm:
         return on_sums(asm, args, pack)
     if "mul.f32" in asm:
         return args[0] * args[1]
     raise NotImplementedError(asm)
+
+
+def on_registers(asm: str, constraints: str, args: list, pack: int) -> Value:
+    """What assembly computes of products in registers, or of a word in each thread of a row."""
+    tiles = np.broadcast_arrays(*map(raw, args))
+    calls = [of_threads(x).reshape(-1, pack, 128) for x in tiles]
+    registers = {f"${pack + n * pack + i}": x[:, i] for n, x in enumerate(calls) for i in range(pack)}
+    for i, constraint in enumerate(constraints.split(",")[pack:]):
+        if constraint.isdigit():  # the result takes the register of an operand
+            registers[f"${constraint}"] = registers[f"${pack + i}"]
+    for line in re.findall(r"(?:[^;{}]|\{[^;{}]*\})+;", asm):
+        run_guarded(line.strip("; \n"), registers)
+    return Value(of_tile(np.stack([registers[f"${i}"] for i in range(pack)], 1).reshape(-1, 128), tiles[0].shape))
+
+
+def run_guarded(line: str, registers: dict[str, np.ndarray]) -> None:
+    """Run a line of assembly for all threads of four warps, or for those for which its predicate holds."""
+    guard = re.match(r"@(\w+) ", line)
+    name, _, rest = line.removeprefix(guard[0] if guard else "").partition(" ")
+    if name == ".reg":
+        return
+    if name == "mov.b64":
+        low, high, wide = re.match(r"\{(\w+), (\w+)\}, (\w+)", rest).groups()
+        registers[low], registers[high] = registers[wide] & np.uint64(0xFFFFFFFF), registers[wide] >> np.uint64(32)
+        return
+    to, *read = [x.strip() for x in rest.split(",")]
+    values = [registers[x] if x in registers else number_of(x) for x in read]
+    if name.startswith("shfl.sync.bfly"):
+        values = [values[0][:, np.arange(128) ^ int(read[1])]]
+    found = {
+        "mov.b32": unsigned,
+        "xor.b32": lambda x, y: unsigned(x) ^ unsigned(y),
+        "or.b32": lambda x, y: unsigned(x) | unsigned(y),
+        "and.b32": lambda x, y: unsigned(x) & unsigned(y),
+        "add.s32": lambda x, y: unsigned(unsigned(x) + unsigned(y)),
+        "mul.wide.u32": lambda x, y: unsigned(x) * unsigned(y),
+        "setp.gt.u32": lambda x, y: unsigned(x) > unsigned(y),
+        "setp.ne.b32": lambda x, y: unsigned(x) != unsigned(y),
+        "selp.f32": lambda x, y, chosen: np.where(chosen, x, np.float32(y)),
+        "shfl.sync.bfly.b32": lambda x, *_: unsigned(x),
+        "prmt.b32": chosen_bytes,
+    }[name](*values)
+    registers[to] = np.where(registers[guard[1]], found, registers[to]) if guard else found
+
+
+def number_of(text: str):
+    """A number as assembly writes it."""
+    return 0.0 if text == "0f00000000" else int(text, 0)
+
+
+def unsigned(words) -> np.ndarray:
+    """Words of 32 bits, in 64."""
+    return np.asarray(words).astype(np.uint32).astype(np.uint64)
+
+
+def chosen_bytes(words: np.ndarray, others: np.ndarray, selectors: np.ndarray) -> np.ndarray:
+    """Bytes of words and of others, as prmt chooses them."""
+    both, found = unsigned(words) | unsigned(others) << np.uint64(32), np.zeros_like(unsigned(words))
+    for byte in range(4):
+        chosen = unsigned(selectors) >> np.uint64(4 * byte) & np.uint64(15)
+        if (chosen > 7).any():
+            raise Fault("prmt chooses a sign")
+        found |= (both >> chosen * np.uint64(8) & np.uint64(255)) << np.uint64(8 * byte)
+    return found
 
 
 def on_sums(asm: str, args: list, pack: int):
@@ -183,9 +251,21 @@ def on_sums(asm: str, args: list, pack: int):
 
 
 def of_threads(tile: np.ndarray) -> np.ndarray:
-    """A [64, 64] product as four warps hold it: [elements of a thread, threads]."""
-    warps = tile.reshape(4, 2, 8, 8, 4, 2)  # warp, row of two, row of eight, columns of eight, pair, column of two
-    return warps.transpose(3, 1, 5, 0, 2, 4).reshape(32, 128)
+    """A product of 64 rows, or a word for each thread of a row, as four warps hold it: [elements, threads]."""
+    columns = tile.shape[1]
+    eights, pairs = (columns // 8, 2) if columns > 4 else (1, 1)
+    # Warp, row of two, row of eight, columns of eight, thread of a row, column of two.
+    warps = tile.reshape(4, 2, 8, eights, 4, pairs)
+    return warps.transpose(3, 1, 5, 0, 2, 4).reshape(-1, 128)
+
+
+def of_tile(elements: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The tile of which `of_threads` gives these elements."""
+    places = of_threads(np.arange(shape[0] * shape[1]).reshape(shape))
+    tile = np.empty(shape[0] * shape[1], elements.dtype)
+    tile[places] = elements
+    tile = tile.reshape(shape)
+    return tile.astype(np.int64) if tile.dtype == np.uint64 else tile
 
 
 def run_line(line: str, registers: dict[str, np.ndarray]) -> None:
@@ -216,7 +296,8 @@ def run_line(line: str, registers: dict[str, np.ndarray]) -> None:
 def allocate(dtype, shape, layout):
     if layout is Barrier:
         return Barriers([Barrier() for _ in range(prod(shape))], shape)
-    return SharedTile(dtype, *(np.full(shape, np.nan, np.float32) for _ in range(2)))
+    anything = np.float32(np.nan) if dtype.is_floating() else np.int64(12345)
+    return SharedTile(dtype, *(np.full(shape, anything) for _ in range(2)))
 
 
 def static_assert(condition, message=""):
@@ -244,7 +325,7 @@ LANGUAGE = SimpleNamespace(
     **FUNCTIONS,
     **{
         name: getattr(gl, name)
-        for name in ("int1", "int32", "uint32", "int64", "float16", "bfloat16", "float32", "float64")
+        for name in ("int1", "int8", "int32", "uint32", "int64", "float16", "bfloat16", "float32", "float64")
     },
     **dict.fromkeys(LAYOUTS, no_layout),
     NVMMASharedLayout=gl.NVMMASharedLayout,

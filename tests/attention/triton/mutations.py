@@ -59,6 +59,44 @@ geometry, 5: residues are counted from the sequence's start
 geometry, 17: the last row of a tile does not count
 -tl.maximum(size, 1) - 1, stride)
 +tl.maximum(size, 1) - 2, stride)
+hopper.dropout, dropout 3: threads of a row exchange the wrong halves
+-kept, quad & 1, 1, 0x5410, 0x3276)
++kept, quad & 1, 1, 0x3276, 0x5410)
+hopper.dropout, dropout 0: threads of four keys take the same column
+-16 * pair + 8 * ((row >> 1) & 1) + (row & 1)
++16 * pair
+hopper.dropout, dropout 3: the bit of a pair of columns is its neighbour's
+-else 2 * (eight // 2) + column
++else 2 * (eight // 2) + 1 - column
+hopper.dropout, dropout 3: every round has the key of the first
+-{low_step * number & 0xFFFFFFFF:#010x}
++{low_step & 0xFFFFFFFF:#010x}
+hopper.forward, dropout 0: the copying warp counts keys one by one
+-numbers.fours, block, j // 4)
++numbers.fours, block, j)
+hopper.forward, dropout 1: branches are numbered as the launch has them
+-branch = gl.load(branch_ids + i)
++branch = gl.load(branch_ids)
+hopper.backward, dropout 3: gradients of dropped weights count
+-dweights = dropout.without_dropped(dweights, kept, True)
++dweights = dweights * 1.0
+hopper.backward, dropout 0: every head of a group drops alike
+-b, g * group + member, SCORES)
++b, g * group, SCORES)
+hopper.queries, dropout 10: gradients of dropped weights reach dq
+-dweights = dropout.without_dropped(dweights, kept, False)
++dweights = dweights * 1.0
+hopper.queries, dropout 13: a row sees a key more than its own
+-column[None, :] < seen_count[:, None]
++column[None, :] <= seen_count[:, None]
+hopper.queries, dropout 13: a tile of k is given back before it was multiplied
+-    acc = warpgroup_mma_wait(0, deps=[dq_token])  # [GROUP_ROWS, BLOCK_D]
+-    tiles.arrive(k_free(ring, block))
++    tiles.arrive(k_free(ring, block))
++    acc = warpgroup_mma_wait(0, deps=[dq_token])  # [GROUP_ROWS, BLOCK_D]
+hopper.queries, dropout 10: both groups take the first one's queries
+-score_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(
++score_rows = 0 * tiles.GROUP_ROWS + gl.arange(
 hopper.tiles, 5: rows past the last multiple of the rate are not reached
 -late = row + n > length // r
 +late = row + n > length

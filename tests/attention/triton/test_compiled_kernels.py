@@ -189,10 +189,11 @@ def test_the_table_of_portable_kernels_is_what_the_compiler_says(portable):
 
 def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
     boxes = ("grid", 2, 12), ("strided", 1, 3), ("wide", 2, 6), ("whole", 1, 1), ("small", 0, 2)
-    for start, sampled, every in (("forward", 1, 8), ("backward", 1, 16), ("padded", 2, 12), *boxes):
+    kinds = ("forward", 1, 10), ("backward", 1, 16), ("padded", 2, 12), ("dropout", 2, 14), ("queries", 1, 6)
+    for start, sampled, every in (*kinds, *boxes):
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
-            if start in ("forward", "backward", "padded"):
+            if start in ("forward", "backward", "padded", "dropout", "queries"):
                 adds_dq = "backward" in name and name.endswith("True")
                 assert ("cp.reduce.async.bulk.tensor" in facts["instructions"]) == adds_dq, name
 
@@ -201,7 +202,9 @@ def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
     ("start", "sampled", "every", "least"),
     [
         ("forward 128 False False", 0, 1, 64),
+        ("forward 256 False", 0, 1, 32),
         ("padded forward 128 False", 1, 1, 64),
+        ("dropout forward 128 False", 1, 1, 64),
         ("grid forward 128", 1, 2, 32),
         ("whole forward 128", 1, 1, 64),
         ("small forward 128", 0, 1, 32),
@@ -223,8 +226,11 @@ def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper
             assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
 
 
-def test_a_mask_of_keys_costs_no_program_and_no_wait(on_hopper, some):
-    for name, facts in some("hopper padded", 2, 12).items():
+def test_masks_of_keys_dropout_and_wide_heads_cost_no_program_and_no_wait(on_hopper, some):
+    kernels = some("hopper padded", 2, 12) | some("hopper dropout", 2, 14) | some("hopper forward 256", 0, 2)
+    kernels |= some("hopper queries", 1, 6)
+    for name, facts in kernels.items():
+        assert facts["shared"] <= 227 * 1024, name
         assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
 
 
@@ -252,7 +258,9 @@ def test_queries_that_boxes_hold_in_registers_are_not_written_over(on_hopper, so
 
 def test_what_a_backward_holds_in_registers_is_not_written_over(on_hopper, some):
     """ptxas 12.8 did so where the next scores were asked for without dq: dk was then that of the last queries."""
-    for name, facts in {**some("hopper backward", 1, 16), **some("hopper padded backward", 1, 8)}.items():
+    kernels = some("hopper backward", 1, 16) | some("hopper padded backward", 1, 8)
+    kernels |= some("hopper dropout backward", 1, 8)
+    for name, facts in kernels.items():
         columns, causal, cut, _ = name.split()[-4:]
         # Two groups, one loop over blocks of queries or two, eight products a block with k and v: four with each.
         held = 2 * 8 * (2 if "True" in (causal, cut) else 1) if columns == "64" else 0

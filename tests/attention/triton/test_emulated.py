@@ -15,6 +15,7 @@ from cases import HIDDEN, LAYOUTS, NORM_TOLERANCE, determinism, differentiated, 
 from cases import drawn as tokens
 
 from hilbert_lib import DilatedPattern
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton.hopper import division
 
@@ -23,10 +24,22 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 CASES = 32
 SEVERAL = (45, 51, 128)  # seeds of calls that are no short ones: of several launches, with tiles that are whole
 # A seed, and whether torch asks for determinism: then the copy engine sums no dq.
+<<<<<<< HEAD
 CALLS = [(seed, seed % 7 in (0, 2)) for seed in (*range(CASES), *SEVERAL)]
 # A seed, and which keys a mask hides.
 PADDED = [(seed, HIDDEN[seed % 4]) for seed in (*range(CASES), *SEVERAL)]
+=======
+CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
+# A seed, which keys a mask hides, the share that dropout drops, and whether torch asks for determinism.
+DROPPED = [
+    (seed, HIDDEN[seed % 4] if seed // 5 % 2 else "none", (0.1, 0.7)[seed % 2], seed >= 10)
+    for seed in range(20)
+    if seed % 10 not in (2, 7)  # the others take every way
+]
+PADDED = [(seed, HIDDEN[seed % 4]) for seed in range(CASES)]  # a seed, and which keys a mask hides
+>>>>>>> 2b9953e2 (Dropout and heads up to 256 along sequences by hopper's kernels, when asked for by name)
 HEAD_DIMS = (40, 48, 64, 80, 128)
+WIDE = ((4, 256, 0.0), (3, 192, 0.3), (9, 136, 0.0), (0, 200, 0.1))  # a seed, the head_dim, the share dropped
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 
 
@@ -43,6 +56,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     query_start: int | None = None
     mask: str = "none"
+    dropout_p: float = 0.0
 
 
 @cache
@@ -79,12 +93,25 @@ def mask_of(case: Case) -> torch.Tensor | None:
     return None if case.mask == "none" else hidden_keys(case.mask, case.batch, case.length)
 
 
+def request_of(case: Case) -> Request:
+    seed = torch.tensor([-(2**62) + 12345678901]) if case.dropout_p else None
+    return Request(
+        case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start,
+        key_padding_mask=mask_of(case), dropout_p=case.dropout_p, seed=seed,
+    )  # fmt: skip
+
+
 @cache
 def expected(case: Case) -> tuple:
     """Inputs, and what is right: out, lse and the gradients of q, k and v."""
     start = case.query_start or 0
     sizes = case.length - start, case.heads, case.kv_heads, case.head_dim
     tensors = tokens(*sizes, keys=case.length, batch=case.batch, dtype=case.dtype)
+    if case.dropout_p:  # the oracle has no dropout: the reference says which pairs are kept
+        q, k, v, dout = (x.double() for x in tensors)
+        given, call = Tensors(q, k, v), request_of(case)
+        out, lse = reference.forward(given, call)
+        return tensors, (out, lse, *reference.backward(dout, given, out, lse, call)[:3])
     options = {"is_causal": case.is_causal, "scale": case.scale, "query_start": start}
     options["key_padding_mask"] = mask_of(case)
     attend = partial(oracle.attention, pattern=case.pattern, **options)
@@ -98,10 +125,7 @@ def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str,
 
 def results_for(sources, case: Case, tensors: tuple, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
     q, k, v, dout = tensors
-    call = Request(
-        case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start,
-        key_padding_mask=mask_of(case),
-    )  # fmt: skip
+    call = request_of(case)
     sources.starts.clear()
     with determinism(is_deterministic):
         out, lse = sources.launch.forward_on_hopper(Tensors(q, k, v), call)
@@ -146,6 +170,33 @@ def test_they_equal_it_beside_a_mask_of_keys(sources, seed, mask):
     case = drawn(seed)._replace(mask=mask)
     assert fault_of(sources, case, seed % 7 in (0, 2)) is None
     assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
+
+
+def dropping(seed: int, mask: str, dropout_p: float, is_deterministic: bool) -> tuple[Case, bool]:
+    """A case of DROPPED, and whether torch asks for determinism."""
+    return drawn(seed)._replace(mask=mask, dropout_p=dropout_p, query_start=None), is_deterministic
+
+
+@pytest.mark.parametrize("dropped", DROPPED)
+def test_they_drop_what_the_reference_drops(sources, dropped):
+    assert fault_of(sources, *dropping(*dropped)) is None
+    kernels = {each.kernel.__module__ for each in sources.starts if each.named.get("DROPOUT")}
+    assert {f"{emulator.PACKAGE}.hopper.forward", f"{emulator.PACKAGE}.hopper.backward"} <= kernels
+
+
+@pytest.mark.parametrize(("seed", "head_dim", "dropout_p"), WIDE)
+def test_heads_above_128_equal_the_oracle(sources, seed, head_dim, dropout_p):
+    case = drawn(seed)._replace(head_dim=head_dim, dropout_p=dropout_p, scale=head_dim**-0.5, query_start=None)
+    assert fault_of(sources, case) is None
+    modules = {each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.") for each in sources.starts}
+    assert {"hopper.forward", "hopper.queries"} <= modules
+    assert "hopper.backward" not in modules  # the plain kernel computes dk and dv
+
+
+@pytest.mark.parametrize("length", [769, 641])
+def test_tiles_of_an_uneven_length_are_whole_or_cut(sources, length):
+    case = Case(DilatedPattern((256, 512), (1, 2)), length, 2, 1, 256, False, 0.1, 1, "bshd", torch.bfloat16)
+    assert fault_of(sources, case) is None
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -211,6 +262,17 @@ def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
                 padded_forward.add((columns, causal, goes_on))
             if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.backward":
                 padded_backward.add((columns, causal, each.named["CUT"], each.named["WITH_DQ"]))
+    dropped_forward, dropped_backward = set(), set()
+    for dropped in DROPPED:
+        results_of(sources, *dropping(*dropped))
+        for each in sources.starts:
+            columns, causal, padding = (each.named.get(name) for name in ("BLOCK_D", "CAUSAL", "PADDING"))
+            if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.forward":
+                dropped_forward.add((columns, causal, padding))
+            if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.backward":
+                dropped_backward.add((columns, causal, padding, each.named["WITH_DQ"]))
+    assert dropped_forward == set(product((64, 128), both, both))
+    assert dropped_backward == set(product((64, 128), both, both, both))
     assert padded_forward == set(product((64, 128), both, both))
     assert padded_backward == set(product((64, 128), both, both, both))
     assert forward == {way for way in product((64, 128), both, both, both) if way[2] >= way[1]}  # causal: masked

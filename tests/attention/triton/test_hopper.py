@@ -101,6 +101,44 @@ def test_beside_a_mask_of_keys_they_equal_the_reference_whatever_these_hold(serv
             assert off(found, expected) < 6e-3
 
 
+@pytest.mark.parametrize("kind", ["none", "some"])
+@pytest.mark.parametrize("case", CASES)
+def test_they_drop_what_the_reference_drops(served, case, kind):
+    branches, length, heads, kv_heads, head_dim, is_causal = CASES[case]
+    pattern, options = DilatedPattern(*branches), {"is_causal": is_causal, "dropout_p": 0.1}
+    if kind != "none":
+        options["key_padding_mask"] = hidden_keys(kind, 2, length).to(DEVICE)
+    tensors = tokens(length, heads, kv_heads, head_dim)
+    torch.manual_seed(5)
+    expected = exactly(tensors, pattern, **options)
+    for deterministic in (False, True):
+        torch.manual_seed(5)
+        with determinism(deterministic):
+            assert off(served(tensors, pattern, **options), expected) < 8e-3  # each branch rounds dk and dv once more
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_heads_above_128_equal_the_reference(served, head_dim, dropout_p, is_causal):
+    pattern, tensors = DilatedPattern((512, 1024), (1, 2)), tokens(2049, 4, 2, head_dim)
+    options = {"is_causal": is_causal, "dropout_p": dropout_p}
+    torch.manual_seed(5)
+    expected = exactly(tensors, pattern, **options)
+    torch.manual_seed(5)
+    assert off(served(tensors, pattern, **options), expected) < 4e-3
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("length", [2049, 4095, 4097])
+def test_lengths_of_which_few_tiles_are_cut_equal_the_reference(served, length, dropout_p):
+    pattern, tensors = DilatedPattern((512, 1024, 2048), (1, 2, 4)), tokens(length, 4, 2, 128)
+    torch.manual_seed(5)
+    expected = exactly(tensors, pattern, dropout_p=dropout_p)
+    torch.manual_seed(5)
+    assert off(served(tensors, pattern, dropout_p=dropout_p), expected) < 6e-3
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("branches", [((2048, 16384), (1, 6)), ((2048, 4096, 8192, 16384), (1, 2, 4, 6))])

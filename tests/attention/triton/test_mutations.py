@@ -12,7 +12,8 @@ import test_emulated  # noqa: E402
 import test_emulated_grid  # noqa: E402
 
 PADDED = [f"mask {seed}" for seed, _ in test_emulated.PADDED]
-ON_SEQUENCES, ON_GRIDS = (*range(test_emulated.CASES), *PADDED), (*range(len(GRIDS)), *BOXED)
+DROPPED = {f"dropout {seed}": dropped for seed, *dropped in test_emulated.DROPPED}
+ON_SEQUENCES, ON_GRIDS = (*range(test_emulated.CASES), *PADDED, *DROPPED), (*range(len(GRIDS)), *BOXED)
 
 
 def is_seen(mutation: Mutation, case: int | str) -> bool:
@@ -22,6 +23,9 @@ def is_seen(mutation: Mutation, case: int | str) -> bool:
         seed = int(case.removeprefix("mask "))
         _, mask = test_emulated.PADDED[seed]
         return bool(test_emulated.fault_of(sources, test_emulated.drawn(seed)._replace(mask=mask)))
+    if case in DROPPED:
+        seed = int(case.removeprefix("dropout "))
+        return bool(test_emulated.fault_of(sources, *test_emulated.dropping(seed, *DROPPED[case])))
     if not mutation.is_on_grid:
         return bool(test_emulated.fault_of(sources, test_emulated.drawn(case)))
     if case in BOXED:

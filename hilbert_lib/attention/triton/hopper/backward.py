@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hilbert_lib.attention.triton import geometry
-from hilbert_lib.attention.triton.hopper import tiles
+from hilbert_lib.attention.triton.hopper import dropout, tiles
 
 # Numbers of the hardware's barriers.
 DQ_THERE = tiles.FIRST_BARRIER  # both groups have stored their parts of a block's dq
@@ -81,22 +81,24 @@ def float_layout():
 def backward_kernel(
     k, v, lse, delta, dk, dv,
     q0, d0, dq0, q1, d1, dq1, q2, d2, dq2, q3, d3, dq3, q4, d4, dq4, q5, d5, dq5,
-    branches, offsets, items, classes, padding,
-    scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    branches, offsets, branch_ids, items, classes, padding, seed,
+    scale, drop_below, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     keys, kv_heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
-    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
+    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
     With CUT some tiles have fewer than 128 keys. With READ_PARTIAL dk and dv are added to those in memory. With PADDING
     some keys are masked: they are read as zeros, and no query is read where all keys of a tile are. Rows of the next
-    segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients of this segment.
+    segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients of this segment. With
+    DROPOUT the keys of a tile must be neighbours in one branch, from a multiple of four on: four share random bits.
     """
     # q0 to dq5: descriptors of q, dout and dq as [batch, row, residue, head, dim], three for each branch.
     gl.static_assert(BLOCK_M == tiles.GROUP_ROWS)
+    gl.static_assert(N_BRANCHES == 1 or not DROPOUT, "keys that are neighbours in one branch are not in another")
     gl.static_assert(not keys_in_registers(BLOCK_D) or FREE + STAGES <= 16, "the hardware has 16 barriers")
     dtype: gl.constexpr = k.dtype.element_ty
     KEYS: gl.constexpr = 2 * tiles.GROUP_ROWS
@@ -127,12 +129,14 @@ def backward_kernel(
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_differentiate, (
-            0, k, v, dk, dv, tables, shared, scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING,
+            0, k, v, dk, dv, tables, branch_ids, shared, seed, scale, drop_below,
+            stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING, DROPOUT,
         )),
         (_differentiate, (
-            1, k, v, dk, dv, tables, shared, scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING,
+            1, k, v, dk, dv, tables, branch_ids, shared, seed, scale, drop_below,
+            stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING, DROPOUT,
         )),
         (_copy, (
             (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, tables, shared, sizes, grid, padding,
@@ -278,9 +282,10 @@ def _add(
 
 @gluon.jit
 def _differentiate(
-    NUMBER: gl.constexpr, k, v, dk, dv, tables, shared, scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
-    stride_vh, sizes, grid, padding, HEAD_DIM: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
-    CUT: gl.constexpr, WITH_DQ: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
+    NUMBER: gl.constexpr, k, v, dk, dv, tables, branch_ids, shared, seed, scale, drop_below, stride_kb, stride_kn,
+    stride_kh, stride_vb, stride_vn, stride_vh, sizes, grid, padding, HEAD_DIM: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
+    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys of the tile against every block of queries."""
     dtype: gl.constexpr = k.dtype.element_ty
@@ -354,10 +359,15 @@ def _differentiate(
                     first_masked = gl.where(is_empty, blocks, gl.minimum(first_masked, blocks))
                     first_free = gl.where(is_full, first_free, blocks)
                 free_from = gl.minimum(n, begin + first_free * BLOCK_M)
-                for _member in range(group):
+                for member in range(group):
+                    drops, branch = scale, i
+                    if DROPOUT:
+                        drops = _drops_of(NUMBER, tile, seed, drop_below, b, g * group + member, SCORES)
+                        branch = gl.load(branch_ids + i)
                     dk_acc, dv_acc, block = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], scalar
                         NUMBER, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there,
-                        key_position, k_rows, v_rows, shared, scale, CAUSAL, CUT, WITH_DQ, PADDING,
+                        key_position, k_rows, v_rows, shared, drops, branch, scale, drop_below, CAUSAL, CUT, WITH_DQ,
+                        PADDING, DROPOUT,
                     )  # fmt: skip
         if WITH_DQ:
             tiles.meet(_scores_of(1 - NUMBER, block - 1), 256)
@@ -374,6 +384,8 @@ def _differentiate(
             out_dims[None, :] < HEAD_DIM
         )  # [GROUP_ROWS, BLOCK_D]
         dkv_rows = ((b.to(gl.int64) * keys + out_rows) * kv_heads + g) * HEAD_DIM  # [GROUP_ROWS]
+        if DROPOUT:
+            dv_acc = dv_acc * geometry.kept_factor(drop_below)  # [GROUP_ROWS, BLOCK_D]
         dk_acc = dk_acc * scale  # [GROUP_ROWS, BLOCK_D]
         if READ_PARTIAL:
             dk_acc += gl.load(dk + dkv_rows[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
@@ -383,10 +395,23 @@ def _differentiate(
 
 
 @gluon.jit
+def _drops_of(NUMBER: gl.constexpr, tile, seed, drop_below, b, h, SCORES: gl.constexpr):
+    """`dropout.Drops` of a group's keys: the rows of the tile are neighbours in their segment."""
+    scores = gl.zeros([tiles.GROUP_ROWS, tiles.GROUP_ROWS], gl.int32, SCORES)  # [GROUP_ROWS, GROUP_ROWS]
+    shaped = dropout.by_threads(scores)  # [GROUP_ROWS, GROUP_ROWS // 8, QUADS, 2]
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, shaped.type.layout))
+    number = (
+        tile.u + NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))
+    )  # [GROUP_ROWS]
+    fours = number[:, None] // 4 + gl.zeros([tiles.GROUP_ROWS, 4], gl.int32, ROWS)  # [GROUP_ROWS, 4]
+    return dropout.drops_of(seed, drop_below, b, h, fours)
+
+
+@gluon.jit
 def _walk(
     NUMBER: gl.constexpr, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there, key_position,
-    k_rows, v_rows, shared, scale, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
-    PADDING: gl.constexpr,
+    k_rows, v_rows, shared, drops, branch, scale, drop_below, CAUSAL: gl.constexpr, CUT: gl.constexpr,
+    WITH_DQ: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """A group's keys against queries `begin` to n of one head in a segment.
 
@@ -410,7 +435,8 @@ def _walk(
             for j in range(masked_from, free_from, BLOCK_M):
                 dk_acc, dv_acc, scores = _step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_M]
                     NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees - j, is_there, block,
-                    j + BLOCK_M < free_from, scale, WITH_DQ, True, PADDING,
+                    j + BLOCK_M < free_from, drops, branch, origin + j * r, r, scale, drop_below, WITH_DQ, True,
+                    PADDING, DROPOUT,
                 )  # fmt: skip
                 block += 1
     if free_from < n:
@@ -418,7 +444,7 @@ def _walk(
         for j in range(free_from, n, BLOCK_M):
             dk_acc, dv_acc, scores = _step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_M]
                 NUMBER, dk_acc, dv_acc, scores, k_rows, v_rows, shared, key_position, is_there, block, j + BLOCK_M < n,
-                scale, WITH_DQ, False, PADDING,
+                drops, branch, origin + j * r, r, scale, drop_below, WITH_DQ, False, PADDING, DROPOUT,
             )  # fmt: skip
             block += 1
     return dk_acc, dv_acc, block
@@ -446,8 +472,9 @@ def _start_scores(k_rows, shared, block):
 
 @gluon.jit
 def _step(
-    NUMBER: gl.constexpr, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees, is_there, block, goes_on, scale,
-    WITH_DQ: gl.constexpr, MASKED: gl.constexpr, PADDING: gl.constexpr,
+    NUMBER: gl.constexpr, dk_acc, dv_acc, scores, k_rows, v_rows, shared, sees, is_there, block, goes_on, drops, branch,
+    first_query, rate, scale, drop_below, WITH_DQ: gl.constexpr, MASKED: gl.constexpr, PADDING: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and the next block's scores. With MASKED the queries from column `sees` on see a key.
 
@@ -467,6 +494,8 @@ def _step(
     zeros = gl.zeros([tiles.GROUP_ROWS, BLOCK_M], gl.float32, SCORES)  # [GROUP_ROWS, BLOCK_M]
     if not AHEAD:
         score_token = _start_scores(k_rows, shared, block)  # [GROUP_ROWS, BLOCK_M]
+    if DROPOUT:  # before the next product, whose result takes registers
+        kept = dropout.kept_rows(drops, branch, first_query, rate, BLOCK_M)  # [GROUP_ROWS, 4]
     weight_token = warpgroup_mma(
         v_rows, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
     )  # [GROUP_ROWS, BLOCK_M]
@@ -479,7 +508,10 @@ def _step(
         weights = gl.where(column[None, :] >= sees[:, None], weights, 0.0)  # [GROUP_ROWS, BLOCK_M]
     elif PADDING:
         weights = gl.where(is_there[:, None], weights, 0.0)  # [GROUP_ROWS, BLOCK_M]
-    dv_weights = gl.convert_layout(weights.to(dtype), WEIGHTS)  # [GROUP_ROWS, BLOCK_M]
+    kept_weights = weights  # [GROUP_ROWS, BLOCK_M]
+    if DROPOUT:
+        kept_weights = dropout.without_dropped(weights, kept, True)  # [GROUP_ROWS, BLOCK_M]
+    dv_weights = gl.convert_layout(kept_weights.to(dtype), WEIGHTS)  # [GROUP_ROWS, BLOCK_M]
     dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)  # [GROUP_ROWS, BLOCK_D]
     if AHEAD:
         # The last step of a walk computes its own once more, unused.
@@ -488,6 +520,9 @@ def _step(
         dweights = warpgroup_mma_wait(2, deps=[weight_token])  # [GROUP_ROWS, BLOCK_M]
     else:
         dweights = warpgroup_mma_wait(1, deps=[weight_token])  # [GROUP_ROWS, BLOCK_M]
+    if DROPOUT:
+        dweights = dropout.without_dropped(dweights, kept, True)  # [GROUP_ROWS, BLOCK_M]
+        dweights = dweights * geometry.kept_factor(drop_below)  # [GROUP_ROWS, BLOCK_M]
     delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [BLOCK_M]
     dscores = (weights * (dweights - delta_row[None, :])).to(dtype)  # [GROUP_ROWS, BLOCK_M]
     if WITH_DQ:

@@ -19,6 +19,7 @@ BRANCHES = 6  # most branches of one launch: the kernels take so many descriptor
 # Costs in blocks of scores, of a tile besides its blocks and of a launch, at whose end multiprocessors wait. The chosen
 # division took at most 2.4 % longer than the fastest one timed on an H200 (reports/HISTORY.md).
 TILE, LAUNCH = 5, 750
+WITH_BACKWARD = 128  # the largest head_dim whose gradients the warp-specialised kernels compute
 LAUNCHES = 8  # most launches of these kernels in one call: each rounds the results of its rows once more
 CLASSES = 4096  # most residues for which tiles are counted; with more, which would take seconds, launches are fewest
 CHUNKS, HEADS = 64, 16  # most chunks and heads whose tiles are counted
@@ -61,6 +62,16 @@ def _in_one_launch(
         return None
     work, *several = (_work(pattern, each, length, kv_heads, is_causal) for each in (one, *launches))
     return one if max(several) < 2 * LAUNCH and work < sum(several) else None
+
+
+def each_alone(pattern: DilatedPattern, passes: tuple[schedule.Pass, ...], length: int) -> tuple[schedule.Pass, ...]:
+    """The launches of these passes' branches one by one: then the rows of a tile are neighbours in their branch.
+
+    >>> pattern = DilatedPattern((2048, 4096), (1, 2))
+    >>> [launch.stride for launch in each_alone(pattern, launches(pattern, 4096, 2, False)[0], 4096)]
+    [1, 2]
+    """
+    return tuple(schedule.pass_of(pattern, (i,), length) for each in passes for i in each.branches)
 
 
 def is_reached(segment_length: int, rate: int, length: int) -> bool:

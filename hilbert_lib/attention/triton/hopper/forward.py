@@ -14,12 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton import geometry
-from hilbert_lib.attention.triton.hopper import tiles
+from hilbert_lib.attention.triton.hopper import dropout, tiles
 from hilbert_lib.attention.triton.hopper.steps import (
     END,
     NONE_MASKED,
     SOME_MASKED,
     Ceilings,
+    are_sorted,
     as_operand,
     goes_on,
     halves,
@@ -44,13 +45,13 @@ from hilbert_lib.attention.triton.hopper.steps import (
 def forward_kernel(
     q, out, lse, flag,
     k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5,
-    branches, offsets, items, classes, padding,
-    scale, stride_qb, stride_qn, stride_qh,
+    branches, offsets, branch_ids, items, classes, padding, seed,
+    scale, drop_below, stride_qb, stride_qn, stride_qh,
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
-    PADDING: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Output and lse of one tile of 128 queries through all branches; with READ_PARTIAL merged with those in memory.
 
@@ -75,30 +76,38 @@ def forward_kernel(
         rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], FLAT)  # [STAGES, BLOCK_N]
         states = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)  # [STAGES, 1]
         ceilings = Ceilings(rows, states)
+    numbers = k_full  # [STAGES, 1]; this stands in for them without dropout
+    if DROPOUT:
+        ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        fours = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
+        numbers_of_branches = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
+        numbers = dropout.Numbers(fours, numbers_of_branches)
     tables = (branches, offsets, items, classes)
     sizes, grid = (first_query, queries, keys, heads, group), (chunk, stride, chunks, phases, count)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=2 if PADDING else 1)
+        mbarrier.init(k_full.index(stage), count=2 if PADDING or DROPOUT else 1)
         mbarrier.init(v_full.index(stage), count=1)
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
-            0, q, out, lse, flag, tables, q_tiles, ring, ceilings, scale, stride_qb, stride_qn, stride_qh, sizes, grid,
-            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING,
+            0, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
+            stride_qb, stride_qn, stride_qh, sizes, grid,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
         )),
         (_attend, (
-            1, q, out, lse, flag, tables, q_tiles, ring, ceilings, scale, stride_qb, stride_qn, stride_qh, sizes, grid,
-            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING,
+            1, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
+            stride_qb, stride_qn, stride_qh, sizes, grid,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
         )),
-        (_copy, (
-            (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, padding, ring, ceilings, sizes, grid,
-            BLOCK_N, N_BRANCHES, CAUSAL, PADDING,
+        (copy_keys, (
+            (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, branch_ids, padding, ring, ceilings,
+            numbers, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, PADDING, DROPOUT,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
-def _tile_of(tables, sizes, grid):
+def tile_of(tables, sizes, grid):
     """Sequence, head and tile of the program, and its branches as `segment_of` takes them."""
     branches, offsets, items, classes = tables
     first_query, queries, _keys, heads, group = sizes
@@ -107,15 +116,16 @@ def _tile_of(tables, sizes, grid):
 
 
 @gluon.jit
-def _copy(
-    k_descriptors, v_descriptors, tables, padding, ring, ceilings, sizes, grid, BLOCK_N: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
+def copy_keys(
+    k_descriptors, v_descriptors, tables, branch_ids, padding, ring, ceilings, numbers, sizes, grid,
+    BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of k and v into the ring of stages, in the order in which the groups take them.
 
     With PADDING they come with the ceilings of their scores, and unless CAUSAL no tile comes whose keys are all masked.
     """
-    b, _, tile, branches = _tile_of(tables, sizes, grid)
+    b, _, tile, branches = tile_of(tables, sizes, grid)
     keys, g = sizes[2], branches[3]
     block = 0
     for i in gl.static_range(N_BRANCHES):
@@ -123,6 +133,9 @@ def _copy(
         if (tile.size > 0) & inside:
             n, _, end = geometry.key_range(start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False)
             row, residue = tiles.segment_coordinates(start + o, r, n, keys)
+            branch = i
+            if DROPOUT:
+                branch = gl.load(branch_ids + i)
             if PADDING:
                 masks = padding + b.to(gl.int64) * keys + start + o
                 following = _masks_of(masks, 0, n, r, BLOCK_N)  # [BLOCK_N]
@@ -133,13 +146,13 @@ def _copy(
                     kept_count = gl.sum(is_kept.to(gl.int32), 0)
                     if CAUSAL | (kept_count > 0):
                         block = _copy_block(
-                            k_descriptors[i], v_descriptors[i], ring, ceilings, block, b, row, j, residue, g,
-                            is_kept, kept_count, PADDING,
+                            k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, block, b, row, j, residue, g,
+                            branch, is_kept, kept_count, PADDING, DROPOUT,
                         )  # fmt: skip
                 else:
                     block = _copy_block(
-                        k_descriptors[i], v_descriptors[i], ring, ceilings, block, b, row, j, residue, g,
-                        g, g, PADDING,
+                        k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, block, b, row, j, residue, g,
+                        branch, g, g, PADDING, DROPOUT,
                     )  # fmt: skip
     if is_listed(CAUSAL, PADDING):
         _end(ring, ceilings, block, tile.size)
@@ -154,8 +167,8 @@ def _masks_of(masks, j, n, r, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _copy_block(
-    k_descriptor, v_descriptor, ring, ceilings, block, b, row, j, residue, g, is_kept, kept_count,
-    PADDING: gl.constexpr,
+    k_descriptor, v_descriptor, ring, ceilings, numbers, block, b, row, j, residue, g, branch, is_kept, kept_count,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile of k and one of v, from row + j on."""
     STAGES: gl.constexpr = ring.k_tiles.shape[0]
@@ -166,7 +179,11 @@ def _copy_block(
     tiles.async_load(k_descriptor, [b, row + j, residue, g, 0], ring.k_full.index(stage), ring.k_tiles.index(stage))
     if PADDING:
         ceilings.rows.index(stage).store(gl.where(is_kept, float("inf"), float("-inf")))
-        _tell(ceilings, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
+        _tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
+    if DROPOUT:
+        _tell(numbers.fours, block, j // 4)
+        _tell(numbers.branches, block, branch)
+    if PADDING or DROPOUT:
         mbarrier.arrive(ring.k_full.index(stage))
     if block >= STAGES:
         tiles.meet(v_free(ring, block))
@@ -182,38 +199,55 @@ def _end(ring, ceilings, block, tile_size):
     if tile_size > 0:
         if block >= STAGES:
             tiles.meet(k_free(ring, block))
-        _tell(ceilings, block, END)
+        _tell(ceilings.states, block, END)
         mbarrier.arrive(ring.k_full.index(block % STAGES), count=2)
 
 
 @gluon.jit
-def _tell(ceilings, block, state):
-    """Write the state of a block's stage."""
-    STAGES: gl.constexpr = ceilings.states.shape[0]
+def _tell(stages, block, number):
+    """Write a number for a block's stage."""
+    STAGES: gl.constexpr = stages.shape[0]
     zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
-    ceilings.states.index(block % STAGES).store(zero + state)
+    stages.index(block % STAGES).store(zero + number)
 
 
 @gluon.jit
 def _attend(
-    NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, ceilings, scale, stride_qb, stride_qn, stride_qh,
-    sizes, grid, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
+    NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
+    stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, tile, branches = _tile_of(tables, sizes, grid)
+    b, h, tile, branches = tile_of(tables, sizes, grid)
     if tile.size > NUMBER * tiles.GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         q_tile = q_tiles.index(NUMBER)  # [GROUP_ROWS, BLOCK_D]
-        if in_halves(BLOCK_D) or (MASKED and not is_listed(CAUSAL, PADDING)):
+        keys = sizes[2]
+        MAY_BE_CUT: gl.constexpr = MASKED and not is_listed(CAUSAL, PADDING)
+        if in_halves(BLOCK_D) or (MAY_BE_CUT and (CAUSAL or not are_sorted(BLOCK_D))):
             _attend_by_branch(
-                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
-                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING,
+                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
+                stride_qn, sizes, b, h, tile,
+                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
             )  # fmt: skip
+        elif MAY_BE_CUT:  # most tiles of an uneven length are whole
+            if _is_whole(branches, tile, keys, BLOCK_N, N_BRANCHES):
+                _attend_whole(
+                    NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
+                    stride_qn, sizes, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
+                    DROPOUT,
+                )  # fmt: skip
+            else:
+                _attend_by_branch(
+                    NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
+                    stride_qn, sizes, b, h, tile,
+                    HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
+                )  # fmt: skip
         else:
             _attend_whole(
-                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
-                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
+                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
+                stride_qn, sizes, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING, DROPOUT,
             )  # fmt: skip
     elif tile.size > 0:  # this group's half of the tile is empty
         block = 0
@@ -235,9 +269,9 @@ def _attend(
 
 @gluon.jit
 def _attend_whole(
-    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
-    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
+    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
+    stride_qn, sizes, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where no tile of keys is cut off but by its ceilings: only the number of blocks counts."""
     first_query, queries, keys, heads, _group = sizes
@@ -257,30 +291,43 @@ def _attend_whole(
     q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=row_mask, other=0.0)  # [GROUP_ROWS, BLOCK_D]
     blocks = 0
     if not PADDING:
-        blocks = _blocks(branches, tile.first, keys, BLOCK_N, N_BRANCHES)
+        inside, start, w, r, o = _segments_of(branches, tile.first, N_BRANCHES)  # [8] each
+        n = geometry.segment_rows(start, w, r, o, keys)  # [8]
+        blocks = gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
 
     acc, total, m = nothing(
         BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
+    drops = scale
+    if DROPOUT:
+        own_position = gl.where(exists, position, 0)  # [GROUP_ROWS]
+        drops = drops_of(own_position, total, seed, drop_below, b, h)
     if PADDING:
         acc, total, m = _walk_listed(
-            acc, total, m, q_tile, ring, ceilings, scale, queries
+            acc, total, m, q_tile, ring, ceilings, numbers, drops, scale, queries, DROPOUT
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     elif blocks > 0:
-        scores = scores_alone(q_tile, ring, ceilings, 0, False)  # [GROUP_ROWS, KEYS]
+        scores, kept = scores_alone(
+            q_tile, ring, ceilings, numbers, drops, 0, False, DROPOUT
+        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
         weights, _, m, total = softmax(
             scores, m, total, scale, True
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+        if DROPOUT:
+            weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, KEYS]
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
         for block in range(1, blocks):
             acc, total, m, weights = step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
-                acc, total, m, weights, q_tile, ring, ceilings, block, scale, block, queries, False, True, False
-            )
+                acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, block, scale, block, queries, False,
+                True, False, DROPOUT,
+            )  # fmt: skip
         value_token = values(weights, acc, ring, blocks - 1)  # [GROUP_ROWS, BLOCK_D]
         acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
     result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
+    if DROPOUT:
+        result = result * geometry.kept_factor(drop_below)  # [GROUP_ROWS, BLOCK_D]
     # Positions are handed on once more: those of the loads would take registers all through the steps.
     written = gl.where(exists, position, -1)  # [GROUP_ROWS]
     query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
@@ -303,9 +350,10 @@ def _attend_whole(
 
 @gluon.jit
 def _attend_by_branch(
-    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, scale, stride_qn, sizes, b, h, tile,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr,
+    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
+    stride_qn, sizes, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
 
@@ -330,21 +378,29 @@ def _attend_by_branch(
     last = gl.minimum(tile.size, (NUMBER + 1) * tiles.GROUP_ROWS) - 1
     own_lowest = gl.maximum(tile.lowest, geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS))
     own_highest = gl.minimum(tile.highest, geometry.tile_positions(tile, last))
+    drops = scale
+    if DROPOUT:
+        _acc, no_total, _m = nothing(
+            BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
+        )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
+        drops = drops_of(query, no_total, seed, drop_below, b, h)
     if is_listed(CAUSAL, PADDING):
         acc, total, m = _walk_listed_in_halves(
-            q_tile, ring, ceilings, scale, query, BLOCK_D, BLOCK_N
+            q_tile, ring, ceilings, numbers, drops, scale, query, BLOCK_D, BLOCK_N, DROPOUT
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     elif in_halves(BLOCK_D):
         acc, total, m = _walk_in_halves(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-            q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest,
-            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, PADDING,
+            q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest,
+            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, PADDING, DROPOUT,
         )  # fmt: skip
     else:
         acc, total, m = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-            q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
-            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, PADDING,
+            q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest,
+            queries, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, PADDING, DROPOUT,
         )  # fmt: skip
     result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
+    if DROPOUT:
+        result = result * geometry.kept_factor(drop_below)  # [GROUP_ROWS, BLOCK_D]
     exists = (score_rows < tile.size) & (query >= tile.lowest) & (query < tile.end)  # [GROUP_ROWS]
     if MASKED:
         _raise_flag(flag, result, exists)
@@ -361,9 +417,9 @@ def _attend_by_branch(
 
 @gluon.jit
 def _walk(
-    q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
+    q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
-    PADDING: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Products with v, sums of weights and maxima over all branches, by `step`."""
     first_branch = -1
@@ -378,11 +434,15 @@ def _walk(
     if first_branch >= 0:
         _, start, w, r, o = tiles.segment_of(branches, first_branch, tile.first)
         n = geometry.segment_rows(start, w, r, o, keys)
-        scores = scores_alone(q_tile, ring, ceilings, 0, PADDING)  # [GROUP_ROWS, KEYS]
+        scores, kept = scores_alone(
+            q_tile, ring, ceilings, numbers, drops, 0, PADDING, DROPOUT
+        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
         scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))  # [GROUP_ROWS, KEYS]
         weights, _, m, total = softmax(
             scores, m, total, scale, False
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+        if DROPOUT:
+            weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, KEYS]
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
         block = 1
         for i in range(first_branch, N_BRANCHES):
@@ -400,6 +460,8 @@ def _walk(
                         q_tile,
                         ring,
                         ceilings,
+                        numbers,
+                        drops,
                         block,
                         scale,
                         query,
@@ -407,6 +469,7 @@ def _walk(
                         False,
                         False,
                         PADDING,
+                        DROPOUT,
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
                 seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
@@ -419,6 +482,8 @@ def _walk(
                         q_tile,
                         ring,
                         ceilings,
+                        numbers,
+                        drops,
                         block,
                         scale,
                         seen_count - j,
@@ -426,6 +491,7 @@ def _walk(
                         True,
                         False,
                         PADDING,
+                        DROPOUT,
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
                     block += 1
                 if CAUSAL:
@@ -453,9 +519,9 @@ def _walk(
 
 @gluon.jit
 def _walk_in_halves(
-    q_tile, ring, ceilings, branches, scale, keys, tile, query, own_lowest, own_highest,
+    q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    PADDING: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`_walk` by `halves`."""
     acc, total, m = nothing(
@@ -469,14 +535,42 @@ def _walk_in_halves(
             full = gl.maximum(0, gl.minimum(full, end))
             for _j in range(0, full, BLOCK_N):
                 acc, total, m = halves(
-                    acc, total, m, q_tile, ring, ceilings, block, scale, query, BLOCK_N, False, PADDING
+                    acc,
+                    total,
+                    m,
+                    q_tile,
+                    ring,
+                    ceilings,
+                    numbers,
+                    drops,
+                    block,
+                    scale,
+                    query,
+                    BLOCK_N,
+                    False,
+                    PADDING,
+                    DROPOUT,
                 )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                 block += 1
             if MASKED:
                 seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(full, end, BLOCK_N):
                     acc, total, m = halves(
-                        acc, total, m, q_tile, ring, ceilings, block, scale, seen_count - j, end - j, True, PADDING
+                        acc,
+                        total,
+                        m,
+                        q_tile,
+                        ring,
+                        ceilings,
+                        numbers,
+                        drops,
+                        block,
+                        scale,
+                        seen_count - j,
+                        end - j,
+                        True,
+                        PADDING,
+                        DROPOUT,
                     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                     block += 1
             if CAUSAL:
@@ -490,19 +584,24 @@ def _walk_in_halves(
 
 
 @gluon.jit
-def _walk_listed(acc, total, m, q_tile, ring, ceilings, scale, queries):
+def _walk_listed(acc, total, m, q_tile, ring, ceilings, numbers, drops, scale, queries, DROPOUT: gl.constexpr):
     """`_walk` over the blocks that the copying warp lists, by `step`."""
     if goes_on(ring, ceilings, 0):
-        scores = scores_alone(q_tile, ring, ceilings, 0, True)  # [GROUP_ROWS, KEYS]
+        scores, kept = scores_alone(
+            q_tile, ring, ceilings, numbers, drops, 0, True, DROPOUT
+        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
         weights, _, m, total = softmax(
             scores, m, total, scale, True
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+        if DROPOUT:
+            weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, KEYS]
         weights = as_operand(weights, q_tile.dtype, acc.shape[1])  # [GROUP_ROWS, KEYS]
         block = 1
         while goes_on(ring, ceilings, block):
             acc, total, m, weights = step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
-                acc, total, m, weights, q_tile, ring, ceilings, block, scale, block, queries, False, True, True
-            )
+                acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, block, scale, block, queries, False,
+                True, True, DROPOUT,
+            )  # fmt: skip
             block += 1
         value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
         acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
@@ -510,7 +609,10 @@ def _walk_listed(acc, total, m, q_tile, ring, ceilings, scale, queries):
 
 
 @gluon.jit
-def _walk_listed_in_halves(q_tile, ring, ceilings, scale, query, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
+def _walk_listed_in_halves(
+    q_tile, ring, ceilings, numbers, drops, scale, query, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    DROPOUT: gl.constexpr,
+):  # fmt: skip
     """The same by `halves`."""
     acc, total, m = nothing(
         BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
@@ -518,18 +620,23 @@ def _walk_listed_in_halves(q_tile, ring, ceilings, scale, query, BLOCK_D: gl.con
     block = 0
     while goes_on(ring, ceilings, block):
         acc, total, m = halves(
-            acc, total, m, q_tile, ring, ceilings, block, scale, query, BLOCK_N, False, True
+            acc, total, m, q_tile, ring, ceilings, numbers, drops, block, scale, query, BLOCK_N, False, True, DROPOUT
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
         block += 1
     return acc, total, m
 
 
 @gluon.jit
-def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
-    """Number of blocks of keys that a tile sees where none is cut off.
+def _is_whole(branches, tile, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
+    """Whether a tile lies in one segment of each of its branches, and all of these hold whole blocks of keys."""
+    inside, start, w, r, o = _segments_of(branches, tile.first, N_BRANCHES)  # [8] each
+    is_cut = (geometry.segment_rows(start, w, r, o, keys) % BLOCK_N != 0) | (tile.highest - start >= w)  # [8]
+    return gl.max((inside & is_cut).to(gl.int32), 0) == 0
 
-    Each thread looks at one branch. A loop over all branches would take as long as a block.
-    """
+
+@gluon.jit
+def _segments_of(branches, first, N_BRANCHES: gl.constexpr):
+    """`tiles.segment_of` of every branch, one a thread: a loop over all branches would take as long as a block."""
     gl.static_assert(N_BRANCHES <= 8)
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [4], [0]))  # [8]
     exists = i < N_BRANCHES  # [8]
@@ -538,8 +645,16 @@ def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constex
     r = gl.load(pairs + 2 * i + 1, mask=exists, other=1)  # [8]
     o = gl.load(offsets + i * kv_heads + g, mask=exists, other=-1)  # [8]
     inside, start = tiles.is_inside(w, r, o, first)  # [8] each
-    n = geometry.segment_rows(start, w, r, o, keys)  # [8]
-    return gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
+    return inside, start, w, r, o
+
+
+@gluon.jit
+def drops_of(position, total, seed, drop_below, b, h):
+    """`dropout.Drops` of a group's queries at these positions, in the layout of partial sums."""
+    ROWS: gl.constexpr = total.type.layout
+    query = gl.convert_layout(position, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
+    rows = query[:, None] + gl.zeros(total.shape, gl.int32, ROWS)  # [GROUP_ROWS, 4]
+    return dropout.drops_of(seed, drop_below, b, h, rows)
 
 
 @gluon.jit

@@ -153,7 +153,9 @@ def _attend(
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         q_tile = boxes.rows_of(shared.q_tiles, own_tile)  # [GROUP_ROWS, BLOCK_D]
         acc, sums, largest = steps.nothing(BLOCK_D, KEYS)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-        scores = steps.scores_alone(q_tile, ring, ring.k_full, block, False)  # [GROUP_ROWS, KEYS]
+        scores, _ = steps.scores_alone(
+            q_tile, ring, ring.k_full, ring.k_full, ring.k_full, block, False, False
+        )  # [GROUP_ROWS, KEYS], [1, QUADS]
         weights, _, largest, sums = steps.softmax(
             scores, largest, sums, scale, True
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
@@ -161,15 +163,16 @@ def _attend(
         block = tiles.counted(block + 1)
         for _j in range(1, box_count):
             acc, sums, largest, weights = steps.step(
-                acc, sums, largest, weights, q_tile, ring, ring.k_full, block, scale, block, heads, False, True, False
-            )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
+                acc, sums, largest, weights, q_tile, ring, ring.k_full, ring.k_full, ring.k_full, block, scale, block,
+                heads, False, True, False, False,
+            )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]  # fmt: skip
             block = tiles.counted(block + 1)
         if EXTRA:  # noqa: SIM102 - a constant is not joined with a tensor
             if extra % KEYS > 0:
                 seen_count = gl.zeros_like(number) + extra % KEYS  # [GROUP_ROWS]
                 acc, sums, largest, weights = steps.step(
-                    acc, sums, largest, weights, q_tile, ring, ring.k_full, block, scale, seen_count, heads, True, True,
-                    False,
+                    acc, sums, largest, weights, q_tile, ring, ring.k_full, ring.k_full, ring.k_full, block, scale,
+                    seen_count, heads, True, True, False, False,
                 )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]  # fmt: skip
                 block = tiles.counted(block + 1)
         last = tiles.counted(block - 1)

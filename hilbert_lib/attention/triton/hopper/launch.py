@@ -5,10 +5,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention import dropout
 from hilbert_lib.attention.failures import importing
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import Config, launch_arguments
+from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -17,7 +19,10 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 HOPPER_FORWARD = {
     64: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
     128: Config(128, 128, 4, 2),
+    256: Config(128, 64, 4, 2),
 }
+# Of dq alone. At 256 columns scores of 64 keys would have too few registers.
+HOPPER_DQ = {64: Config(128, 64, 4, 4), 128: Config(128, 64, 4, 4), 256: Config(128, 32, 4, 3)}
 HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
 SEE_PLAIN = "; 'triton' serves it"
 
@@ -26,10 +31,10 @@ def refusal(q: Tensor, call: Request) -> str:
     """The part of a call, by shapes and options alone, that the warp-specialised kernels do not serve, or ""."""
     if q.element_size() != 2:
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[-1] % 8 or q.shape[-1] > 128:
-        return f"serves a head_dim up to 128, a multiple of 8; got {q.shape[-1]}"
-    if call.dropout_p > 0.0:
-        return f"no dropout, got dropout_p={call.dropout_p}{SEE_PLAIN}"
+    if q.shape[-1] % 8 or q.shape[-1] > max(HOPPER_FORWARD):
+        return f"serves a head_dim up to {max(HOPPER_FORWARD)}, a multiple of 8; got {q.shape[-1]}"
+    if call.seed is not None and dropout.is_named(call.seed):
+        return f"no dropout of a part of a larger call, got dropout_p={call.dropout_p}{SEE_PLAIN}"
     if call.cu_seqlens is not None:
         return f"no cu_seqlens: it serves no packed documents{SEE_PLAIN}"
     if call.inverse is not None:
@@ -60,7 +65,18 @@ def as_read(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def columns_of(q: Tensor) -> int:
     """Columns of a tile."""
-    return 64 if q.shape[-1] <= 64 else 128
+    return max(64, power_of_2(q.shape[-1]))
+
+
+def has_dq(q: Tensor, k: Tensor, call: Request) -> bool:
+    """Whether the kernel of dq alone serves a call: otherwise the plain one does.
+
+    It would read the keys that a mask hides, and the plain kernel's sums of other branches are without the scale.
+    Without dropout and up to a head_dim of 128 it was not timed yet.
+    """
+    is_asked = call.dropout_p > 0.0 or q.shape[-1] > division.WITH_BACKWARD
+    _, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
+    return is_asked and call.key_padding_mask is None and not theirs
 
 
 @lru_cache(maxsize=1024)
@@ -132,10 +148,32 @@ def backward_start(
     return Start(kernels.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
 
 
+def dq_start(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, call: Request,
+    one: schedule.Pass, *, first: bool,
+) -> Start:  # fmt: skip
+    """The start of a launch that writes dq, with the same bits every time; unless it is the first, it adds to it."""
+    with importing("the module of the warp-specialised dq"):
+        from hilbert_lib.attention.triton.hopper import queries as kernels
+        from hilbert_lib.attention.triton.hopper import tiles
+
+    columns = columns_of(q)
+    config = HOPPER_DQ[columns]
+    rates = [call.pattern.dilation_rates[i] for i in one.branches]
+    descriptors = [tiles.descriptor(x, r, config.block_n, columns) for r in rates for x in (k, v)]
+    descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
+    named = _named(kernels.dq_kernel, shared, columns, config, len(rates))
+    named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
+    return Start(kernels.dq_kernel, grid, (q, dout, lse, delta, dq, *descriptors), named)
+
+
 def _named(kernel, shared: dict, columns: int, config: Config, branches: int) -> dict:
     # Those shared arguments that this kernel takes, and what both kernels take besides; four warps a group.
     names = set(kernel.arg_names)
     own = {"BLOCK_D": columns, "STAGES": config.num_stages, "N_BRANCHES": branches, "num_warps": 4}
-    if not shared["PADDING"]:
+    if not shared["PADDING"] and "padding" in names:
         own["padding"] = None
+    if not shared["drop_below"]:  # the share may be too small to drop one of 2^32
+        own |= {"seed": None, "drop_below": None, "branch_ids": None, "DROPOUT": False}
     return {name: value for name, value in shared.items() if name in names} | own

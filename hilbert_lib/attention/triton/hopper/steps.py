@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
-from hilbert_lib.attention.triton.hopper import tiles
+from hilbert_lib.attention.triton.hopper import dropout, tiles
 
 # Bits by which scores may pass the maximum that is subtracted. Earlier sums are scaled only where a row grows by more.
 # After a few blocks hardly any row does. Half precision holds weights of 2^8 to as many digits as those below 1. The
@@ -59,6 +59,15 @@ def in_halves(columns):
 def keys_at_once(columns, block_n):
     """Number of keys whose scores a group holds at a time."""
     return block_n // 2 if in_halves(columns) else block_n
+
+
+@gluon.constexpr_function
+def are_sorted(columns):
+    """Whether a launch with tiles that are cut off takes those that are not by `_attend_whole`.
+
+    At 128 columns that was not timed yet.
+    """
+    return columns == 256
 
 
 @gluon.constexpr_function
@@ -111,15 +120,16 @@ def pass_over(ring, block):
 
 @gluon.jit
 def halves(
-    acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, left, MASKED: gl.constexpr, PADDING: gl.constexpr
-):
+    acc, total, m, q_tile, ring, ceilings, numbers, drops, block, scale, seen_count, left, MASKED: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
     """A block of keys by halves. The group sees the first `left` keys; with MASKED a row the first `seen_count`."""
     acc, total, m = _half(
-        0, acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, MASKED, PADDING
+        0, acc, total, m, q_tile, ring, ceilings, numbers, drops, block, scale, seen_count, MASKED, PADDING, DROPOUT
     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     if left > tiles.rows_of(ring.k_tiles.shape) // 2:
         acc, total, m = _half(
-            1, acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, MASKED, PADDING
+            1, acc, total, m, q_tile, ring, ceilings, numbers, drops, block, scale, seen_count, MASKED, PADDING, DROPOUT
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     tiles.arrive(k_free(ring, block))
     tiles.arrive(v_free(ring, block))
@@ -128,8 +138,8 @@ def halves(
 
 @gluon.jit
 def _half(
-    NUMBER: gl.constexpr, acc, total, m, q_tile, ring, ceilings, block, scale, seen_count, MASKED: gl.constexpr,
-    PADDING: gl.constexpr,
+    NUMBER: gl.constexpr, acc, total, m, q_tile, ring, ceilings, numbers, drops, block, scale, seen_count,
+    MASKED: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and product with v of half a block, each waited for."""
     HALF: gl.constexpr = tiles.rows_of(ring.k_tiles.shape) // 2
@@ -140,6 +150,8 @@ def _half(
     score_token = warpgroup_mma(
         q_tile, k_rows.permute((1, 0)), zeros, use_acc=False, is_async=True
     )  # [GROUP_ROWS, HALF]
+    if DROPOUT:
+        kept = dropout.kept_columns(drops, numbers, block, NUMBER * HALF, HALF)  # [GROUP_ROWS, 4]
     scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, HALF]
     if PADDING:
         scores = without_masked(scores, ceilings, block, NUMBER * HALF)  # [GROUP_ROWS, HALF]
@@ -148,6 +160,8 @@ def _half(
     weights, decay, m, total = softmax(
         scores, m, total, scale, True
     )  # [GROUP_ROWS, HALF], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+    if DROPOUT:
+        weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, HALF]
     acc = scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
     if NUMBER == 0:
         tiles.wait_full(ring.v_full, block)
@@ -160,8 +174,8 @@ def _half(
 
 @gluon.jit
 def step(
-    acc, total, m, weights, q_tile, ring, ceilings, block, scale, seen_count, queries, MASKED: gl.constexpr,
-    WHOLE: gl.constexpr, PADDING: gl.constexpr,
+    acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, block, scale, seen_count, queries,
+    MASKED: gl.constexpr, WHOLE: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a block of keys, while the block before is multiplied with its v.
 
@@ -171,6 +185,8 @@ def step(
     """
     score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
     value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
+    if DROPOUT:
+        kept = kept_of_block(drops, numbers, block, ring)  # [rows, columns]
     scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, KEYS]
     if PADDING:
         scores = without_masked(scores, ceilings, block, 0)  # [GROUP_ROWS, KEYS]
@@ -181,6 +197,8 @@ def step(
     new_weights, decay, m, total = softmax(
         scores, m, total, scale, WHOLE
     )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
+    if DROPOUT:
+        new_weights = dropout.without_dropped(new_weights, kept, False)  # [GROUP_ROWS, KEYS]
     if WHOLE:
         tiles.arrive_behind(k_free(ring, block), total, queries)
     acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
@@ -204,6 +222,12 @@ def start_scores(q_tile, ring, block):
 
 
 @gluon.jit
+def kept_of_block(drops, numbers, block, ring):
+    """The bits of what dropout keeps of a block of keys, whose stage is full and not given back."""
+    return dropout.kept_columns(drops, numbers, block, 0, tiles.rows_of(ring.k_tiles.shape))
+
+
+@gluon.jit
 def start_scores_on(bias_tile, q_tile, ring, block):
     """The same, added to a tile of bias."""
     tiles.wait_full(ring.k_full, block)
@@ -211,13 +235,17 @@ def start_scores_on(bias_tile, q_tile, ring, block):
 
 
 @gluon.jit
-def scores_alone(q_tile, ring, ceilings, block, PADDING: gl.constexpr):
-    """Scores of a block of keys, with no other product beside them."""
-    scores = warpgroup_mma_wait(0, deps=[start_scores(q_tile, ring, block)])  # [GROUP_ROWS, KEYS]
+def scores_alone(q_tile, ring, ceilings, numbers, drops, block, PADDING: gl.constexpr, DROPOUT: gl.constexpr):
+    """Scores of a block of keys, with no other product beside them, and what dropout keeps of them."""
+    score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
+    kept = block
+    if DROPOUT:
+        kept = kept_of_block(drops, numbers, block, ring)  # [rows, columns]
+    scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, KEYS]
     if PADDING:
         scores = without_masked(scores, ceilings, block, 0)  # [GROUP_ROWS, KEYS]
     tiles.arrive(k_free(ring, block))
-    return scores
+    return scores, kept
 
 
 @gluon.jit
