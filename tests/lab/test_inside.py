@@ -89,9 +89,9 @@ def test_the_notebook_opens_with_what_it_counts():
     path = Path(__file__).parents[2] / "notebooks/11_inside_a_kernel.ipynb"
     text = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).replace("\n", " ")
     tiles, stripe, squares, boxes, *_ = (computed_share(step, side=128, window=9) for step in STEPS[1:])
-    for words in (f"computes {2 * tiles:.0f} scores", f"make it {tiles:.0f}.", f"makes it {stripe:.0f}."):
-        assert words in text
-    assert f"make it {squares:.1f}, and {boxes:.1f} if" in text
+    assert f"computes {2 * tiles:.0f} scores for each pair that attends, and the last step {boxes:.1f}." in text
+    for share in (f"{2 * tiles:.0f}", f"{tiles:.0f}", f"{stripe:.0f}", f"{squares:.1f}", f"{boxes:.1f}"):
+        assert f" | {share} |" in text
 
 
 def test_the_source_that_is_shown_is_that_of_one_kernel():
