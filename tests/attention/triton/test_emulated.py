@@ -24,20 +24,15 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 CASES = 32
 SEVERAL = (45, 51, 128)  # seeds of calls that are no short ones: of several launches, with tiles that are whole
 # A seed, and whether torch asks for determinism: then the copy engine sums no dq.
-<<<<<<< HEAD
 CALLS = [(seed, seed % 7 in (0, 2)) for seed in (*range(CASES), *SEVERAL)]
-# A seed, and which keys a mask hides.
-PADDED = [(seed, HIDDEN[seed % 4]) for seed in (*range(CASES), *SEVERAL)]
-=======
-CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
 # A seed, which keys a mask hides, the share that dropout drops, and whether torch asks for determinism.
 DROPPED = [
     (seed, HIDDEN[seed % 4] if seed // 5 % 2 else "none", (0.1, 0.7)[seed % 2], seed >= 10)
     for seed in range(20)
     if seed % 10 not in (2, 7)  # the others take every way
 ]
-PADDED = [(seed, HIDDEN[seed % 4]) for seed in range(CASES)]  # a seed, and which keys a mask hides
->>>>>>> 2b9953e2 (Dropout and heads up to 256 along sequences by hopper's kernels, when asked for by name)
+# A seed, and which keys a mask hides.
+PADDED = [(seed, HIDDEN[seed % 4]) for seed in (*range(CASES), *SEVERAL)]
 HEAD_DIMS = (40, 48, 64, 80, 128)
 WIDE = ((4, 256, 0.0), (3, 192, 0.3), (9, 136, 0.0), (0, 200, 0.1))  # a seed, the head_dim, the share dropped
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
