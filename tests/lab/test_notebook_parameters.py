@@ -154,6 +154,16 @@ WRONG = {
 }
 
 
+# A record of the map holds one number for the side of a grid and one for that of a window.
+NO_SQUARES = (
+    ["40 7 1x16"],
+    ["8x16 3x3 2x16"],
+    ["16x16 5x3 2x16"],
+    ["4x4x4 3x3x3 1x16"],
+    ["16x16 5x5 2x16", "9x8 3x3 2x16"],
+)
+
+
 CHECKS = r"^from hilbert_lib\.lab import .*\binteger\b|^assert not unknown"  # in the cell with which checks begin
 
 
@@ -181,7 +191,8 @@ def run_checks(notebook, changes):
 
 @pytest.mark.parametrize(
     ("notebook", "name", "value"),
-    [(notebook, name, value) for notebook, values in WRONG.items() for name, value in values.items()],
+    [(notebook, name, value) for notebook, values in WRONG.items() for name, value in values.items()]
+    + [("08_where_a_curve_pays", "timed", value) for value in NO_SQUARES],
 )
 def test_a_wrong_value_is_refused_by_its_name_before_any_work(notebook, name, value):
     with pytest.raises((ValueError, AssertionError), match=rf"^{name}(\[\d\])? must "):

@@ -26,8 +26,8 @@ class Copy(NamedTuple):
     dense: Tensor  # (batch, n, heads, head_dim), the last stride is 1
     indexed: Tensor  # (batch, rows, heads or a multiple, head_dim)
     # int64: (n,) for each row of `dense` where its heads lie, one after the other: row * groups + group, of as many
-    # groups of heads as a row of `indexed` has; or (n * heads,) rows of heads. Where these are read, -1 is zeros, and
-    # -2 - m is row m of `other`.
+    # groups of heads as a row of `indexed` has; or (n * heads,) rows of heads. Where these are read beside `other`, -1
+    # is zeros, and -2 - m is row m of `other`. Without `other` each is a row: nothing is written for one below 0.
     at: Tensor
     other: Tensor | None = None  # (batch, rows, 1, head_dim)
     through: Tensor | None = None  # int64: then `at` holds places in it, and it what is said of `at`

@@ -49,6 +49,7 @@ PUBLIC = {
         "compare_kernels",
         "compare_on_map",
         "orders_of",
+        "parse_map_work",
         "sustained_sides",
     ),
     "hilbert_lib.lab.sweeps.halos": ("GRID_RESULTS", "RECTANGLES", "RUNS", "SHARDINGS", "STRIPS", "halo_table"),

@@ -105,13 +105,27 @@ def sustained_sides(
 MapAttention = Callable[[Tensor, Tensor, Tensor, Ordering, Workload, int | None], Tensor]
 
 
+def parse_map_work(text: str, *, argument: str = "works", **where) -> Workload:
+    """The work of a cell of the map, as `Workload.on_grid` reads it; ValueError unless its grid and window are squares.
+
+    >>> parse_map_work("8x8 3x3:2 2x16", device=torch.device("cpu")).pattern.window
+    (3, 3)
+    """
+    work = Workload.on_grid(text, argument=argument, **where)
+    shape, window = work.pattern.shape, work.pattern.window
+    # A record of the map has one number for the side of a grid, and one for the side of a window.
+    if len(shape) != 2 or len({*shape}) > 1 or len({*window}) > 1:
+        raise ValueError(f"{argument} must be square grids with square windows, such as 64x64 7x7 2x16; got {text!r}")
+    return work
+
+
 def compare_on_map(
     works: Iterable[Workload], attention: MapAttention, *, block_sizes: Sequence[int], boxes: bool = False
 ) -> Iterator[tuple[Side, Side]]:
     """Pairs of forwards for `run_sides`: of each block size rows beside each order of the map, and boxes beside blocks.
 
     Args:
-        works: on square grids, asked for one at a time.
+        works: of `parse_map_work`, asked for one at a time.
         attention: the output by blocks of a size, or by boxes.
         block_sizes: tokens of a block of FlexAttention, each way.
         boxes: whether boxes in plain rows run beside blocks of 128 in rows and in Hilbert order, without a dilation.

@@ -21,7 +21,7 @@ from hilbert_lib.lab.ledger.order_map import (
 )
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import committed_records
-from hilbert_lib.lab.sweeps.grids import MAP_SWEEP, attend_by_flex, compare_on_map
+from hilbert_lib.lab.sweeps.grids import MAP_SWEEP, attend_by_flex, compare_on_map, parse_map_work
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.workload import Workload
 
@@ -34,7 +34,7 @@ def attention(q, k, v, order, work, block_size):
 
 @pytest.fixture(scope="module")
 def records():
-    works = [Workload.on_grid(text, device=CPU, dtype="float32") for text in ("8x8 3x3 2x16", "8x8 3x3:2 2x16")]
+    works = [parse_map_work(text, device=CPU, dtype="float32") for text in ("8x8 3x3 2x16", "8x8 3x3:2 2x16")]
     return run_sides(compare_on_map(works, attention, block_sizes=[64, 128], boxes=True), device=CPU)
 
 
