@@ -24,6 +24,7 @@ from hilbert_lib.lab.cache.in_print import count_tiles, count_windows
 from hilbert_lib.lab.cache.neighbourhood import least_window
 from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
+from hilbert_lib.lab.inside.steps import LIBRARY, STEP_SWEEP, STEPS
 from hilbert_lib.lab.ledger import kernels, learning, models
 from hilbert_lib.lab.ledger.answer import ROOT, answer
 from hilbert_lib.lab.ledger.artifact import artifact_table, between_runs
@@ -48,7 +49,7 @@ from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, commit
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.video import step_table
-from hilbert_lib.lab.tables import both_ways, fused_name
+from hilbert_lib.lab.tables import both_ways, fused_name, side_table
 from hilbert_lib.lab.training import KIND as TRAINING
 from hilbert_lib.patterns.dilated import DilatedPattern
 
@@ -86,6 +87,7 @@ def numbers() -> dict[str, str]:
         **_searched_and_approximated(),
         **_learnt_orders(),
         **_in_print(),
+        **_steps(),
     }
     slots["runs"] = _runs()
     for name, run in runs.items():
@@ -335,6 +337,18 @@ def _points() -> dict:
     """
     slots = {"points_counted": models.POINTS, **_ends("points_used", models.tiles_along_curves().value)}
     return slots | _ends("points_lost", 100 * models.lost_by_patches().value, ".0f")
+
+
+def _steps() -> dict[str, str]:
+    """ms of a call by each step of notebook 11 and by the library's kernel; each step's time over the next one's."""
+    took = side_table(committed_records("11_inside_a_kernel"), STEP_SWEEP).set_index("name").median_ms
+    slots = {"step_library_ms": f"{took[LIBRARY]:.3g}"}
+    for step, after in zip(STEPS, [*STEPS[1:], None], strict=True):
+        number = step.name.split()[0]
+        slots[f"step_{number}_ms"] = f"{took[step.name]:.3g}"
+        if after:
+            slots[f"step_{number}_over_next"] = f"{took[step.name] / took[after.name]:.2g}"
+    return slots
 
 
 def _video() -> dict[str, str]:
