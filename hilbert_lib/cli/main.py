@@ -109,6 +109,14 @@ def list_notebooks(folder: Path | None, as_json: bool) -> None:
 @main.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @running_options
+@option(
+    "--compile-first",
+    "compilers",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Before each run, N processes compute the cases of its sweeps once and share the compilation; 0 is none.",
+)
 def run(names: tuple[str, ...], **how) -> None:
     """Run notebooks, all of them without a NAME, and build their report.
 
@@ -116,9 +124,15 @@ def run(names: tuple[str, ...], **how) -> None:
     of the report's index page; the exit status is 1 if a notebook failed. Where there is no git repository,
     HILBERT_COMMIT and HILBERT_DIRTY (0 or 1) in the environment say which code runs.
 
+    On a GPU most of a notebook's first run is compilation, kernel by kernel. With --compile-first N processes do it
+    together: each case of a sweep is computed by one of them, neither checked nor timed nor recorded, a line a case.
+    The run follows in one process, and finds compiled kernels in the caches on the disk. Several GPUs are taken in
+    turn, unless CUDA_VISIBLE_DEVICES is set. What fails there is printed and costs nothing; --timeout counts both.
+
     \b
     Example: hilbert run 03_cache_lines -p dilation_rates 1,2,4
     Example: hilbert run -f notebooks/configs/h200 --out reports/h200
+    Example: hilbert run 06c_options -f notebooks/configs/h200/06c_options.yaml --compile-first 16
     """
     run_folder, status = _run_points(names, **how)
     from hilbert_lib.lab.suite.report import write_index, write_report

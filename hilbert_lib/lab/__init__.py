@@ -19,6 +19,7 @@ timing        samples of one call, and of two in turn
 sustained     calls back to back
 training      small models trained, and what they lose on what they have not seen
 resolutions   ways to full attention with fewer keys, and what they are off
+first_pass    cases computed by several processes, so that kernels are compiled when they are measured
 pairs         calls checked, compared, timed and recorded
 selection     a backend chosen by measurement
 guarded       points in processes of their own, within limits of memory and time

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.files import one_line
+from hilbert_lib.lab.first_pass import first_pass
 from hilbert_lib.lab.records import Kept
 from hilbert_lib.lab.sustained import back_to_back, seconds_of_a_call
 from hilbert_lib.lab.tables import BACK_TO_BACK, identity_of, sides_of
@@ -134,18 +135,24 @@ def sweep(
     """Measure each point once, and keep each record as soon as it is known.
 
     A point that the folder's results.jsonl holds from this code on this hardware is not measured again, so that an
-    interrupted sweep goes on where it was. A point without room in the device's memory is left out and said so.
+    interrupted sweep goes on where it was. A point without room in the device's memory is left out and said so. In a
+    first pass (`lab.first_pass`) this process only computes its part of the points; there are no records.
 
     points: sides, and what measures them; asked for one at a time, so that a generator keeps one workload in memory.
+    In a first pass each side's `run` is called once, unless it is None.
     output_dir, write: as of `Kept`. tells: whether a line a point is printed.
 
     >>> one = Case("one", None, {"n": 1}, 0.0)
     >>> sweep([((one,), lambda: one.facts | {"ms": 0.5})])[0]["ms"]
     0.5
     """
-    store, records = Kept(output_dir, _key, write=write), []
+    store, records = Kept(output_dir, _key, write=write, in_first_pass=True), []
+    if compiling := first_pass():
+        unknown = (sides for sides, _ in points if _identity(sides) not in store.known)
+        compiling.compute((_label(sides), [side.run for side in sides if side.run]) for sides in unknown)
+        return []
     for sides, measured in points:
-        record = store.known.get(identity_of([vars(side) for side in sides]))
+        record = store.known.get(_identity(sides))
         try:
             records.append(store.add(measured()) if record is None else record)
         except torch.OutOfMemoryError as error:
@@ -227,6 +234,10 @@ def _cases(sides: tuple[Side, ...], results: list[Results]) -> list[Case]:
 
 def _difference(results: list[Results]) -> float | None:
     return relative_difference(results[1], results[0]) if len(results) == 2 and all(results) else None
+
+
+def _identity(sides: tuple[Side | Case, ...]) -> str:
+    return identity_of([vars(side) for side in sides])
 
 
 def _label(sides: tuple[Side | Case, ...]) -> str:

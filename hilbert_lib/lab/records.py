@@ -17,6 +17,7 @@ import numpy as np
 from hilbert_lib.attention.triton.hopper.division import is_reached
 from hilbert_lib.files import json_text, write_whole
 from hilbert_lib.lab.environment import MACHINE, environment, say_hardware
+from hilbert_lib.lab.first_pass import first_pass
 from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.lab.timing import SEED, Comparison, Measurement, interval_of, resampled_medians
 
@@ -200,7 +201,8 @@ class Kept:
     """The records of a folder's file from this code on this hardware, by key, and the way to add one.
 
     An empty output_dir keeps nothing on the disk; write says whether what is added goes there. The key of a record of
-    another sweep is None.
+    another sweep is None. in_first_pass: whether who keeps these shares its cases in a first pass, which else leaves
+    them out.
 
     >>> kept = Kept("", key=lambda record: record.get("length"))
     >>> kept.add({"length": 8})["environment"].keys() == environment().keys(), 8 in kept.known
@@ -208,8 +210,16 @@ class Kept:
     """
 
     def __init__(
-        self, output_dir: str | Path, key: Callable[[dict], Hashable], *, write: bool = True, file: str = RESULTS
+        self,
+        output_dir: str | Path,
+        key: Callable[[dict], Hashable],
+        *,
+        write: bool = True,
+        file: str = RESULTS,
+        in_first_pass: bool = False,
     ):
+        if (compiling := first_pass()) and not in_first_pass:
+            compiling.leave_out("measuring one after another")
         self._path = Path(output_dir) / file if output_dir and write else None
         self._key, self._facts = key, environment()
         self.known = {key(record): record for record in measured_before(output_dir, file)}

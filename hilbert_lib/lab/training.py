@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hilbert_lib.lab.first_pass import first_pass
 from hilbert_lib.lab.records import Kept
 from hilbert_lib.lab.tables import of_sweep
 
@@ -38,6 +39,8 @@ class Training:
 
 def fit(training: Training, *, device: torch.device | str) -> tuple[nn.Module, dict]:
     """The trained model, and its record: see `run_trainings`."""
+    if compiling := first_pass():
+        compiling.leave_out("training")
     device = torch.device(device)
     seed = training.parameters["seed"]
     torch.manual_seed(seed)

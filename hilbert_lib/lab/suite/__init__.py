@@ -3,6 +3,7 @@
 points      notebooks, their parameters, and points: a notebook with values
 run         points one after another
 folders     where a run lies while it goes on and afterwards
+compiling   a first pass over one by several processes, so that kernels are compiled
 execute     one notebook by papermill
 manifest    what ran, where, with what, and how it ended
 report      pages and tables of what lies in the folders

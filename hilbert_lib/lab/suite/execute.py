@@ -67,19 +67,18 @@ class Deadline:
         return max(1, math.ceil(min(self._end - time.monotonic(), 1000 * DAY)))
 
 
-def execute(point: Point, folder: Path, notebook: str, *, timeout: float, begun: list[dict]) -> None:
+def execute(point: Point, folder: Path, notebook: str, *, deadline: Deadline, begun: list[dict]) -> None:
     """Execute the notebook of that name in a folder, and leave it there with its outputs.
 
     begun: gets an item for each cell that begins.
 
-    Raises TimeoutError where it took longer than `timeout` seconds, and what papermill raises of a cell that failed or
-    a kernel that died.
+    Raises TimeoutError where the deadline passes, and what papermill raises of a cell that failed or a kernel that
+    died.
     """
     import papermill  # half a second, which reading manifests does not need
     from nbclient.exceptions import CellTimeoutError
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says of a failure is in our own line
-    deadline = Deadline(timeout)
 
     def start_cell(**cell) -> None:
         deadline.check()

@@ -11,7 +11,8 @@ from pathlib import Path
 import click
 
 from hilbert_lib.lab.records import FAILED, pack_records
-from hilbert_lib.lab.suite.execute import Ending, execute
+from hilbert_lib.lab.suite.compiling import compile_first
+from hilbert_lib.lab.suite.execute import Deadline, Ending, execute
 from hilbert_lib.lab.suite.folders import (
     RUNNING,
     close_abandoned,
@@ -27,12 +28,21 @@ REUSED = "reused"
 
 
 def run_points(
-    points: list[Point], run_folder: Path, facts: dict, *, timeout: float = 3600, force: bool = False
+    points: list[Point],
+    run_folder: Path,
+    facts: dict,
+    *,
+    timeout: float = 3600,
+    force: bool = False,
+    compilers: int = 0,
 ) -> dict[str, str]:
     """Run every point that is not finished, in `timeout` seconds each; with `force` finished ones too, and all anew.
 
-    One that fails does not end the others; a KeyboardInterrupt does, after the running point's manifest says so. Gives
-    the outcome of each point by its name: "ok", "reused" or "failed".
+    One that fails does not end the others; a
+    KeyboardInterrupt does, after the running point's manifest says so. Gives the outcome of each point by its name:
+    "ok", "reused" or "failed".
+
+    compilers: as of `run_point`.
     """
     run_folder.mkdir(parents=True, exist_ok=True)
     for name in close_abandoned(run_folder):
@@ -43,7 +53,8 @@ def run_points(
         if not force and _is_finished(point, run_folder):
             outcomes[point.name] = REUSED
         else:
-            manifest = run_point(point, run_folder, facts, timeout=timeout, resume=not force)
+            how = {"timeout": timeout, "resume": not force, "compilers": compilers}
+            manifest = run_point(point, run_folder, facts, **how)
             outcomes[point.name] = manifest["status"]
             line += _failure(manifest, run_folder)
         click.echo(f"{outcomes[point.name]:<11} {line}".rstrip())
@@ -64,19 +75,22 @@ def _failure(manifest: dict, run_folder: Path) -> str:
     return f"  {error_line(manifest)}" + (f"; see {final}" if final.exists() else "")
 
 
-def run_point(point: Point, run_folder: Path, facts: dict, *, timeout: float = 3600, resume: bool = True) -> dict:
+def run_point(
+    point: Point, run_folder: Path, facts: dict, *, timeout: float = 3600, resume: bool = True, compilers: int = 0
+) -> dict:
     """Run one notebook and leave its folder, under its name if it finished, else under NAME.failed.
 
     The folder appears whole, so that an earlier result stays until a new one is complete.
 
     resume: whether the records of an attempt that did not finish lie there when the notebook starts.
+    compilers: processes of a first pass over the notebook, which `timeout` includes; 0 for none.
 
     Returns the manifest. Raises OSError where not even a manifest can be written, and KeyboardInterrupt after the
     manifest says so.
     """
     with work_folder(run_folder, point.name) as work:
         manifest = _prepare(point, work, facts, resume_from=run_folder / f"{point.name}{FAILED}" if resume else None)
-        ending = _attempt(point, work, timeout)
+        ending = _attempt(point, work, timeout, compilers, gpus=len(facts["gpus"]))
         try:
             conclude(work, run_folder, manifest, ending.error, seconds=ending.seconds, status=ending.status)
         except OSError:
@@ -101,12 +115,15 @@ def _prepare(point: Point, work: Path, facts: dict, *, resume_from: Path | None)
         raise OSError(f"{point.name}: {error}") from error
 
 
-def _attempt(point: Point, work: Path, timeout: float) -> Ending:
-    """Execute the notebook and pack its records, whatever happens."""
+def _attempt(point: Point, work: Path, timeout: float, compilers: int, gpus: int) -> Ending:
+    """Execute the notebook, after a first pass if there are compilers, and pack its records, whatever happens."""
     begun, cause, start = [], None, time.monotonic()
     try:
         reserve_room(work)
-        execute(point, work, RUNNING, timeout=timeout, begun=begun)
+        deadline = Deadline(timeout)
+        if compilers:
+            compile_first(point, work, processes=compilers, gpus=gpus, seconds=deadline.seconds_left())
+        execute(point, work, RUNNING, deadline=deadline, begun=begun)
         for records in work.glob("*.jsonl"):
             pack_records(records)
     except (Exception, KeyboardInterrupt) as error:

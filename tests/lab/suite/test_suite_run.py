@@ -108,7 +108,7 @@ def test_only_a_finished_result_of_the_same_key_is_reused(tmp_path, monkeypatch,
     (changed, runs_again), point, ran = FOUND[what], point_of(tmp_path), []
     found = {"key": point.key, "status": "ok", "notebook": "00_a"}
 
-    def run_point(point, run_folder, facts, *, timeout, resume):
+    def run_point(point, run_folder, facts, *, timeout, resume, compilers):
         ran.append(resume)
         return {"status": "ok"}
 
