@@ -239,8 +239,8 @@ hopper.forward, mask 0: the end is told in a stage that is still read
 -        if block >= STAGES:
 -            tiles.meet(k_free(ring, block))
 hopper.forward, mask 0: a tile of k is used before its masks are there
--count=2 if PADDING else 1
-+count=1
+-count=2 if PADDING or DROPOUT else 1
++count=2 if DROPOUT else 1
 hopper.backward, mask 0: masked keys have a gradient
 -gl.where(is_there[:, None], weights, 0.0)
 +gl.where(is_there[:, None], weights, weights)
@@ -490,7 +490,7 @@ hopper.grid_wide, wide 5: a box of v is multiplied before it is there
 -    tiles.wait_full(shared.v_full, block)
 -    of_low
 +    of_low
-hopper.grid_wide_backward, wide 5: the last box is multiplied before it is there
+hopper.grid_wide_backward, many programs: the last box is multiplied before it is there
 -        tiles.wait_full(full, block - 1)
 -        low_token
 +        low_token
