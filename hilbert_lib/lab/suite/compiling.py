@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Self
 
 import click
+from IPython.display import display
 
 from hilbert_lib.lab.first_pass import FAILED, TOLD, VARIABLE, first_pass
 from hilbert_lib.lab.suite.points import OUTPUT_DIR, Point
@@ -98,6 +99,7 @@ def compute_cells(order: dict) -> None:
     os.environ.update(order["environment"] | {VARIABLE: order["shared"]})
     os.chdir(order["own"])
     main = sys.modules["__main__"] = ModuleType("__main__")  # torch looks there for the globals of a cell's functions
+    main.display = display  # a notebook has it without an import
     for number, source in enumerate(order["cells"]):
         path = Path(f"cell_{number}.py").resolve()
         path.write_text(source, encoding="utf-8")  # Triton reads the source of a kernel from its file

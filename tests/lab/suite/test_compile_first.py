@@ -44,6 +44,8 @@ from hilbert_lib.lab import Side, run_back_to_back
 
 notes, is_first_pass = Path(NOTES), {VARIABLE!r} in os.environ
 
+display("what a notebook has without an import")
+
 def note(what):
     with (notes / f"{{'first' if is_first_pass else 'real'}} {{os.getpid()}}").open("a") as file:
         file.write(what + "\\n")
