@@ -913,6 +913,8 @@ def promises_on_points() -> dict:
     found["keys of another number are named"] = "PointShard(2 + 2 points, window=(3, 3), keys=2 + 1" in said
     said = said_by(PointShard, torch.tensor([[2**30 * rank]], device=device()), 3)
     found["all hear of cells too far apart"] = "must span fewer than" in said
+    said = said_by(PointShard, twice, 3, keys=twice + 2**30)
+    found["keys far from queries are named"] = "coordinates and keys together must span fewer than" in said
     groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
     said = said_by(ring_attend, *x, points, group=groups[rank])
     found["a group of other ranks is refused"] = "group must be the 2 ranks of PointShard(50 + 40 points" in said

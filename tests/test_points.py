@@ -217,7 +217,12 @@ WRONG = [
         "device must be one of this machine, got 'cuda:63'",
         lambda: PointNeighbourhood(CELLS, 3).to("cuda:63"),
     ),
-    (ValueError, "must span fewer than", lambda: PointNeighbourhood(CELLS * 2**30, 3)),
+    (ValueError, "coordinates must span fewer than", lambda: PointNeighbourhood(CELLS * 2**30, 3)),
+    (
+        ValueError,
+        "coordinates and keys together must span fewer than",
+        lambda: PointNeighbourhood(CELLS, 3, keys=CELLS + 2**30),
+    ),
 ]
 
 

@@ -44,12 +44,22 @@ def _not_finite(value: object, place: str = "") -> Iterator[tuple[str, float]]:
         yield from _not_finite(each, f"{place}.{name}" if place else str(name))
 
 
-def faults_below(folder: Path) -> Iterator[tuple[Path, int, str]]:
-    """The faults of every record below a folder: the file, the place of the record in it, and the fault."""
-    files = sorted({path.with_name(path.name.removesuffix(PACKED)) for path in folder.rglob("*.jsonl*")})
-    for file in files:
-        for place, record in enumerate(read_records(file), start=1):
-            yield from ((file, place, fault) for fault in faults_of(record))
+def faults_below(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """The faults of every record below a folder: the file, the place in it, and the fault.
+
+    A file without a record is a fault: nothing of what it was to show is checked.
+    """
+    for file in files_below(folder):
+        records = read_records(file)  # which warns of a line that a killed run left unfinished
+        if not records:
+            yield file, "all lines", "no record"
+        for place, record in enumerate(records, start=1):
+            yield from ((file, f"record {place}", fault) for fault in faults_of(record))
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The files of records below a folder, as `read_records` takes them."""
+    return sorted({path.with_name(path.name.removesuffix(PACKED)) for path in folder.rglob("*.jsonl*")})
 
 
 def _definition(record: dict) -> str:
@@ -69,14 +79,19 @@ def _validator(definition: str) -> "Draft202012Validator":
     return Draft202012Validator({"$ref": f"#/$defs/{definition}", **where, "$defs": schema["$defs"]})
 
 
-def main(folder: str) -> int:
-    """Print the faults of the records below a folder; 1 if there is one."""
+def main(*arguments: str) -> int:
+    """Print the faults of the records below the folder that is the one argument; 1 if there is one."""
+    if len(arguments) != 1:
+        raise SystemExit(f"usage: python -m hilbert_lib.lab.record_schema FOLDER; got {len(arguments)} arguments")
+    (folder,) = arguments
     if not Path(folder).is_dir():
         raise SystemExit(f"FOLDER must be a folder of runs, got {folder!r}")
+    if not files_below(Path(folder)):
+        raise SystemExit(f"FOLDER must hold files of records (*.jsonl, *.jsonl{PACKED}), got none below {folder!r}")
     count = 0
     for file, place, fault in faults_below(Path(folder)):
         count += 1
-        print(f"{file}, record {place}: {fault}")
+        print(f"{file}, {place}: {fault}")
     print(f"{count} faults")
     return int(count > 0)
 

@@ -325,10 +325,12 @@ def _counted_cells(points: PointNeighbourhood) -> tuple[Tensor, int]:
         keys, key_clouds = keys[:0], None if key_clouds is None else key_clouds[:0]
     lines = torch.cat([queries.long(), keys.long()]).T
     cloud = None if clouds is None else torch.cat([clouds.long(), key_clouds.long()])
-    return _counted(lines, cloud, points.dilation), split
+    return _counted(lines, cloud, points.dilation, has_keys=points.key_coordinates is not None), split
 
 
-def _counted(lines: Tensor, cloud: Tensor | None, dilations: tuple[int, ...]) -> Tensor:
+def _counted(
+    lines: Tensor, cloud: Tensor | None, dilations: tuple[int, ...], *, has_keys: bool = False
+) -> Tensor:  # fmt: skip
     # Cells (axes, n) as int32 from 0 on. A first axis has the number of the cloud where there are several. The cells of
     # a cloud that share all residues of a dilation are a cloud.
     if not lines.shape[1]:
@@ -339,7 +341,7 @@ def _counted(lines: Tensor, cloud: Tensor | None, dilations: tuple[int, ...]) ->
             cloud = residue if cloud is None else _numbered(cloud) * lines.shape[1] + residue
     lines = divided(lines, dilations)
     least = lines.amin(1)
-    check_span(least, lines.amax(1))
+    check_span(least, lines.amax(1), has_keys=has_keys)
     lines = (lines - least[:, None]).int()
     return lines if cloud is None else torch.cat([_numbered(cloud)[None].int(), lines])
 
@@ -349,11 +351,17 @@ def divided(lines: Tensor, dilations: tuple[int, ...]) -> Tensor:
     return lines.div(torch.tensor(dilations, device=lines.device)[:, None], rounding_mode="floor")
 
 
-def check_span(least: Tensor, largest: Tensor) -> None:
-    """Raise ValueError if cells lie too far apart. least, largest: (axes,) int64."""
+def check_span(least: Tensor, largest: Tensor, *, has_keys: bool) -> None:
+    """Raise ValueError if cells lie too far apart.
+
+    Args:
+        least, largest: (axes,) int64.
+        has_keys: whether they are those of `keys`, too.
+    """
+    names = "coordinates and keys together" if has_keys else "coordinates"
     for axis, (low, high) in enumerate(zip(least.tolist(), largest.tolist(), strict=True)):
         if high - low >= FAR:
-            raise ValueError(f"coordinates must span fewer than {FAR} cells of an axis, got {low} to {high} on {axis}")
+            raise ValueError(f"{names} must span fewer than {FAR} cells of an axis, got {low} to {high} on {axis}")
 
 
 def _numbered(clouds: Tensor) -> Tensor:

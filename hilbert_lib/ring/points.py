@@ -241,7 +241,7 @@ def _in_order_of_all(
     bounds = _of_all_ranks(own[None], [1] * group.size(), group)
     least, largest = bounds[:, 0].amin(0), bounds[:, 1].amax(0)
     if bool((least <= largest).all()):  # some rank has points
-        check_span(least[1:], largest[1:])
+        check_span(least[1:], largest[1:], has_keys=points.own_keys is not None)
     ordered = []
     for each in lines:
         each = each - least[:, None]

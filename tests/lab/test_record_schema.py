@@ -140,3 +140,20 @@ def test_who_sends_a_run_in_is_told_the_file_the_record_and_the_fault(records, t
     assert sides_of(good)
     with pytest.raises(SystemExit, match="FOLDER must be a folder of runs, got 'nowhere'"):
         main("nowhere")
+
+
+@pytest.mark.parametrize("line", ['{"kind": "comparison"', "[1, 2]", "null", ""])
+@pytest.mark.filterwarnings("ignore:.*unfinished or no record")
+def test_a_file_without_a_record_is_no_run_without_faults(line, tmp_path, capsys):
+    """A reader passes over such lines, and so nothing of a run whose every line is broken would be checked."""
+    (tmp_path / RESULTS).write_text(line + "\n")
+    assert main(str(tmp_path)) == 1
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path / RESULTS}, all lines: no record", "1 faults"]
+
+
+def test_a_folder_without_records_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="FOLDER must hold files of records"):
+        main(str(tmp_path))
+    for arguments in ((), ("a", "b")):
+        with pytest.raises(SystemExit, match=f"FOLDER; got {len(arguments)} arguments"):
+            main(*arguments)

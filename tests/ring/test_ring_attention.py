@@ -582,7 +582,7 @@ def test_of_points_too(ranks, backend):
 def test_promises_of_points_are_kept(backend):
     for found in answers(2, "promises_on_points", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
-        assert len(found) == 23
+        assert len(found) == 24
     assert max(answers(2, "a_row_is_dropped", {}, backend)) > 1e-2  # so a fault would be seen
 
 
