@@ -193,10 +193,10 @@ def test_the_lines_at_which_races_are_allowed_are_few():
         places = [place.split(":") for place in lines]
         return sorted((KERNELS / name).read_text().splitlines()[int(line) - 1].strip() for name, line in places)
 
-    # Along a sequence and on grids; heads above 128 and windows of whole boxes have kernels of their own.
-    kernels = ["def backward_kernel("] * 2 + ["def forward_kernel("] * 2
+    # Along a sequence and on grids; heads above 128, windows of whole boxes and a sequence's dq have their own.
+    kernels = ["def backward_kernel("] * 2 + ["def dq_kernel("] + ["def forward_kernel("] * 2
     kernels += ["def whole_kernel(", "def wide_backward_kernel(", "def wide_kernel("]
-    assert texts(hand_over_lines()) == [*kernels, *["gl.warp_specialize(["] * 9, *["if OF_KEYS:"] * 2]
+    assert texts(hand_over_lines()) == [*kernels, *["gl.warp_specialize(["] * 10, *["if OF_KEYS:"] * 2]
     assert len(exchange_lines()) == 5
     accesses = [re.search(r"(\w+_rows)\.index\(stage\)\.(load|store)\(", text).groups() for text in texts(row_lines())]
     both = itertools.product(("delta_rows", "lse_rows"), ("load", "store"))
