@@ -6,9 +6,10 @@ FROM python:3.11-slim-bookworm
 RUN apt-get update \
     && apt-get install -y --no-install-recommends git make g++ \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 reader
+    && useradd --create-home --uid 1000 reader \
+    && install -d -o reader /hilbert
 USER reader
-WORKDIR /home/reader/hilbert
+WORKDIR /hilbert
 # torch's CPU build, which is a tenth of the CUDA build that `make setup` would take.
 RUN python -m venv .venv \
     && .venv/bin/python -m pip install --no-cache-dir uv \

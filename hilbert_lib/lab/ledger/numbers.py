@@ -79,7 +79,7 @@ def numbers() -> dict[str, str]:
     slots |= {**_ring(ring), **both[runs["07_both"]]}
     slots |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     slots |= {**_saved(), **_claims(), **_causes(), **_learning()}
-    slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
+    slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128, 256)}
     slots |= {
         **_points(),
         **_video(),

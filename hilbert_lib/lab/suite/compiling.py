@@ -105,7 +105,7 @@ def compute_cells(order: dict) -> None:
         path.write_text(source, encoding="utf-8")  # Triton reads the source of a kernel from its file
         try:
             exec(compile(source, str(path), "exec"), vars(main))
-        except Exception:
+        except Exception:  # after a sweep a cell may want its records, and what else is wrong the run meets and tells
             if not first_pass().lacks_records:
                 raise
 
