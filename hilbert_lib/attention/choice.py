@@ -34,7 +34,6 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
-UNTIMED = "'triton' before 'hopper' for dropout and a head_dim above 128, where 'hopper' was not timed yet"
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
@@ -99,18 +98,7 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
-    rule = _untimed_later(_that_serves(_known_rule(q.device, q.dtype), call), q, call)
-    return _of_documents_first(rule, call)
-
-
-def _untimed_later(rule: Rule, q: Tensor, call: Request) -> Rule:
-    # Before "hopper" goes "triton" where the first was held against float64 on a GPU or in the emulator, and not timed.
-    is_untimed = isinstance(call.pattern, DilatedPattern) and (call.dropout_p > 0.0 or q.shape[-1] > WITH_BACKWARD)
-    if not is_untimed or "hopper" not in rule.order or "triton" not in rule.order:
-        return rule
-    order = [name for name in rule.order if name != "hopper"]
-    order.insert(order.index("triton") + 1, "hopper")
-    return Rule(tuple(order), f"{rule.record}; {UNTIMED}")
+    return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:

@@ -244,6 +244,7 @@ def test_auto_takes_them_for_tokens_that_are_stored_row_by_row():
 
 BIASED = AllPairs([list(filter(is_served, RULES)), ["grouped", GROUPED_WINDOWS], list(NORM_TOLERANCE), [16, 64, 128]])
 REFUSED = "sums the gradient of a bias in 49,152 bytes"  # of larger windows
+LARGE_TABLES = ("volume", "film", "a window for a tile", "whole boxes of a volume")
 
 
 def with_bias(near, given: list[torch.Tensor], dtype=torch.float32) -> list[torch.Tensor]:
@@ -273,14 +274,14 @@ def test_a_bias_that_the_emulator_adds_is_right_here_too(number):
 
 
 @pytest.mark.parametrize("dtype", NORM_TOLERANCE)
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", [name for name, (*_, head_dim, _rules) in GRIDS.items() if head_dim <= 128])
 def test_a_bias_on_grids_of_many_tiles_is_right(name, dtype):
     near, given = inputs_of(name, dtype, extra=100 if name in ("narrow", "volume") else 0)
     given = with_bias(near, given)
     exact = attended([x.double() for x in given], near, backend="eager")
     with torch.no_grad():
         assert_right(out_and_lse(given, near, "hopper"), exact[:2], dtype)
-    if name in ("volume", "film"):
+    if name in LARGE_TABLES:
         with pytest.raises(ValueError, match=REFUSED):
             attended(given, near)
     else:
