@@ -146,12 +146,16 @@ def add_rows(total: Tensor, index: tuple[Tensor, ...], addends: Tensor) -> None:
     total[index] = (total[index] + addends).to(total.dtype)
 
 
-def add_tensors(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x + y in a dtype: added in float32 (float64 for float64) and rounded once. One kernel on CUDA."""
-    if kernel_serves(x):
+def add_tensors(xs: Sequence[Tensor], ys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """x + y in a dtype, of each pair: added in float32 (float64 for float64) and rounded once. One start on CUDA."""
+    if kernel_serves(xs[0]):
         from hilbert_lib.attention.triton import rows  # triton is imported only where a kernel is used
 
-        return rows.add_tensors(x, y, dtype)
+        return rows.add_tensors(xs, ys, dtypes)
+    return [_added(x, y, dtype) for x, y, dtype in zip(xs, ys, dtypes, strict=True)]
+
+
+def _added(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.itemsize > x.itemsize:
         x = x.to(dtype)  # torch rounds the sum of two tensors of a half precision to it, whatever `out` is
     return torch.add(x, y, out=torch.empty_like(x, dtype=dtype))

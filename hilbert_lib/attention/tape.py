@@ -1,4 +1,4 @@
-"""The tape of a call: the recorded starts that it made, which later calls of its form only repeat.
+"""The tape of a call: the recorded starts and the steps that it made, which later calls of its form only repeat.
 
     call       q, k, v -> start 1 -> out 1, lse 1 \\
                q, k, v -> start 2 -> out 2, lse 2  > start 3 -> out, lse
@@ -6,17 +6,19 @@
 
 A call may be repeated where its starts are all that it did: each of their tensors is one of the call, one that an
 earlier start returned, or a table that calls share, and each result of the call is one that a start returned. What
-torch computes beside them gives another tensor, or shows in the version of one. A tape holds no tensor.
+torch computes beside them gives another tensor, or shows in the version of one. A step is a kernel of torch or of
+another package, which is called and not replayed: it counts as a start. A tape holds no tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from operator import itemgetter
+from functools import partial, reduce
+from operator import itemgetter, or_
 from threading import local
 from typing import NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from hilbert_lib.graph_cache import is_shared
@@ -31,11 +33,33 @@ class _Known(NamedTuple):
 
 class _Entry(NamedTuple):
     # A start that was recorded.
-    recording: object  # `triton.start.Recording`
+    recording: object  # `triton.start.Recording`, or a `Step`
     numbers: list[int | None]  # of its tensors; None for none, for one without elements, and for a shared table
     shared: dict[int, ref]  # these tables, by place
     made: list[ref | None]  # what it made, of which some is returned
     results: range  # numbers of what it returned
+
+
+class Step(NamedTuple):
+    """A dense kernel that is not ours, as what stands for a `triton.start.Recording`: it starts by being called."""
+
+    function: Callable[..., Sequence[Tensor]]  # of tensors alone, with every decision made, or made by their forms
+    descriptors: tuple = ()
+    setting: None = None  # torch reads its own
+
+    def is_ready(self, x: Tensor) -> bool:
+        """Whether the device of a tensor is the current one: a package may take its stream for that of all tensors."""
+        return not x.is_cuda or x.get_device() == torch.cuda.current_device()
+
+    def started(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """The results; None where a tensor does not begin at a multiple of 16 bytes, which dense kernels misread."""
+        if reduce(or_, [x.data_ptr() for x in tensors]) % 16:
+            return None
+        device_type = tensors[0].device.type
+        if torch.is_autocast_enabled(device_type):  # it had its say about the tensors of the call
+            with torch.autocast(device_type, enabled=False):
+                return self.function(*tensors)
+        return self.function(*tensors)
 
 
 class Tape:
@@ -49,7 +73,7 @@ class Tape:
         self._known: dict[int, _Known] = {}
         self._count = self._given = 0
         self._entries: list[_Entry] = []
-        self.has_starts = False  # of compiled kernels
+        self.has_starts = False  # of compiled kernels, or steps
         self._add(given)
         self._given = self._count
         self._is_whole = len(self._known) == len(given)  # of one tensor there may be two later
@@ -106,7 +130,7 @@ class Tape:
             return None
         if any(number is not None and number < self._given for number in numbers):
             return None
-        if len(self._entries) == 1:
+        if len(self._entries) == 1 and not isinstance(self._entries[0].recording, Step):
             return _moved(self._entries[0], self._given, numbers, results)
         return _repeated(self._entries, numbers)
 
@@ -134,14 +158,25 @@ def note(recording: object, tensors: Sequence, made: Sequence, results: Sequence
         _running.tape.note(recording, tensors, made, results)
 
 
+def stepped(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
+    """What a function of a dense kernel gives, noted as a `Step`. Its results are new tensors."""
+    results = function(*tensors)
+    note(Step(function), tensors, (), results)
+    return results
+
+
 class Repeated(NamedTuple):
     """The starts of a call, in order. It holds no tensor but shared tables, by weak references."""
 
     starts: list[tuple]  # recording, numbers of its tensors (None for none), shared tables by place, numbers let go
     numbers: list[int | None]  # of the results
+    asked: list[object]  # recordings, of which each has a setting of its own: ready if these are
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor | None] | None:
         """Start all: the results. None where one start cannot be repeated: what others made is let go."""
+        for recording in self.asked:
+            if not recording.is_ready(tensors[0]):
+                return None
         values = [*tensors]
         for recording, numbers, shared, let_go in self.starts:
             given = [None if number is None else values[number] for number in numbers]
@@ -149,7 +184,7 @@ class Repeated(NamedTuple):
                 if (x := table()) is None:
                     return None
                 given[place] = x
-            if (results := recording.run(given)) is None:
+            if (results := recording.started(given)) is None:
                 return None
             values += results
             for number in let_go:
@@ -166,7 +201,8 @@ def _repeated(entries: list[_Entry], wanted: list[int | None]) -> Repeated:
     for number, place in last_use.items():
         if number is not None and number not in wanted:
             starts[place][3].append(number)
-    return Repeated(starts, wanted)
+    asked = {entry.recording.setting: entry.recording for entry in entries}
+    return Repeated(starts, wanted, [*asked.values()])
 
 
 def _moved(entry: _Entry, count: int, wanted: list[int | None], results: Sequence[Tensor | None]) -> object:

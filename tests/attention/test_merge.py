@@ -185,7 +185,7 @@ def test_two_results_are_merged_and_rounded_once(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_two_tensors_are_added_and_rounded_once(dtype, monkeypatch):
+def test_pairs_of_tensors_are_added_and_rounded_once(dtype, monkeypatch):
     pytest.importorskip("hilbert_lib.attention.triton.rows", reason="triton has no build for this platform")
     generator = torch.Generator().manual_seed(4)
     x, y = (torch.randn(2, 77, 3, 24, generator=generator, dtype=torch.float64).to(dtype) for _ in "xy")
@@ -194,7 +194,13 @@ def test_two_tensors_are_added_and_rounded_once(dtype, monkeypatch):
         monkeypatch.setattr(merging, "kernel_serves", lambda x, answer=by_kernel: answer)
         for first in (x, x.to(working)):
             for to in (dtype, working):
-                assert torch.equal(merging.add_tensors(first, y, to), (first.to(working) + y.to(working)).to(to))
+                wanted = (first.to(working) + y.to(working)).to(to)
+                nothing = first[:0]
+                found = merging.add_tensors([first, nothing, y], [y, nothing, first], [to, working, to])
+                assert torch.equal(found[0], wanted)
+                assert torch.equal(found[2], wanted)
+                assert found[1].shape == nothing.shape
+                assert found[1].dtype == working
 
 
 @pytest.mark.gpu

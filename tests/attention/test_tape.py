@@ -1,4 +1,4 @@
-"""What a call's starts did is repeated, and a call that did more is not."""
+"""What a call's starts and steps did is repeated, and a call that did more is not."""
 
 import gc
 import weakref
@@ -7,14 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hilbert_lib.attention.tape import note, taped
+from hilbert_lib.attention.tape import note, stepped, taped
 from hilbert_lib.graph_cache import cached_for_graphs
+
+ready = [True]  # whether starts may be repeated
 
 
 def sum_of(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The sum, noted as a start that was recorded."""
     run = lambda given: [sum(given)]  # noqa: E731
-    recording = SimpleNamespace(run=run, descriptors=[], launches=[], tables=[])
+    recording = SimpleNamespace(started=run, is_ready=lambda x: ready[0], setting="", descriptors=[], launches=[])
     results = run(tensors)
     note(recording, tensors, [], results)
     return results
@@ -35,6 +37,57 @@ def test_several_starts_are_repeated_with_other_tensors():
     assert nothing is None
     assert first.tolist() == [5.0] * 3
     assert second.tolist() == [5.0 + 5.0 + 3.0 + 5.0] * 3
+
+
+def product_of(*tensors: torch.Tensor) -> torch.Tensor:
+    """The product of two tensors, noted as a step."""
+    return stepped(lambda x, y: (x * y,), *tensors)[0]
+
+
+def test_steps_are_repeated_among_starts_and_alone():
+    x, y = torch.ones(3), torch.ones(3)
+    given = [torch.full((3,), 2.0), torch.full((3,), 3.0)]
+    with taped([x, y]) as tape:
+        total = product_of(*sum_of(x, y), y)
+        results = [*sum_of(total, x), total]
+    assert tape.has_starts
+    assert [each.tolist() for each in tape.recording(results).run(given)] == [[17.0] * 3, [15.0] * 3]
+    with taped([x, y]) as tape:
+        total = product_of(x, y)
+    assert tape.recording([total]).run(given)[0].tolist() == [6.0] * 3
+
+
+def test_nothing_is_started_where_a_later_start_may_not_be_repeated():
+    x, called = torch.ones(3), []
+    with taped([x]) as tape:
+        (first,) = stepped(lambda x: called.append(x) or (2 * x,), x)
+        (total,) = sum_of(first)
+    repeated = tape.recording([total])
+    ready[0] = False
+    try:
+        assert repeated.run([x]) is None
+    finally:
+        ready[0] = True
+    assert len(called) == 1
+    assert repeated.run([x])[0].tolist() == [2.0] * 3
+
+
+def test_a_step_is_not_taken_with_a_tensor_that_begins_off_a_16_byte_address():
+    x = torch.ones(4)
+    with taped([x]) as tape:
+        total = product_of(x, x)
+    repeated = tape.recording([total])
+    assert repeated.run([torch.ones(5)[1:]]) is None
+    assert repeated.run([x])[0].tolist() == [1.0] * 4
+
+
+def test_autocast_does_not_reach_a_step():
+    x = torch.ones(4, 4)
+    with taped([x]) as tape:
+        (product,) = stepped(lambda x: (x @ x,), x)
+    repeated = tape.recording([product])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert repeated.run([x])[0].dtype == torch.float32
 
 
 def changed_in_place(x: torch.Tensor) -> torch.Tensor:

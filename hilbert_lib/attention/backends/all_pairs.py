@@ -145,7 +145,7 @@ def _backward(
     parts = _parts(backend, functions, inputs, request)
     for part, keys in zip(parts, (inputs.k, inputs.extra_k), strict=False):
         part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request, dlse=dlse)
-        dq = part_dq if dq is None else add_tensors(dq, part_dq, q_dtype)
+        dq = part_dq if dq is None else add_tensors([dq], [part_dq], [q_dtype])[0]
         grads += [x if x.shape == keys.shape else x[:, : keys.shape[1]] for x in (dk, dv)]
     extra = [] if inputs.extra_k is None else [torch.zeros_like(x) for x in inputs.extra[len(grads) - 2 :]]
     return Tensors(dq.to(q_dtype), *grads, *extra)

@@ -91,12 +91,20 @@ def add_patterns(gradients: Iterable[Tensors], inputs: Tensors, in_float: tuple[
     """
     sums: list[Tensor | None] = [None] * len(inputs)
     for grads, is_last in _until_last(gradients):
+        both = {}  # numbers of those that an earlier pattern has, too, with the dtypes of their sums
         for n, grad in enumerate(grads):
             # Only the first pattern has extra keys, and none where not all patterns take them.
-            if grad is not None and inputs[n] is not None and grad.shape == inputs[n].shape:
+            if grad is None or inputs[n] is None or grad.shape != inputs[n].shape:
+                continue
+            if sums[n] is None:
+                sums[n] = grad
+            else:
                 is_rounded = is_last and n not in in_float
-                dtype = inputs[n].dtype if is_rounded else WORKING_DTYPE[inputs[n].dtype]
-                sums[n] = grad if sums[n] is None else add_tensors(sums[n], grad, dtype)
+                both[n] = inputs[n].dtype if is_rounded else WORKING_DTYPE[inputs[n].dtype]
+        if both:
+            added = add_tensors([sums[n] for n in both], [grads[n] for n in both], [*both.values()])
+            for n, total in zip(both, added, strict=True):
+                sums[n] = total
     dtypes = (x if x is None else WORKING_DTYPE[x.dtype] if n in in_float else x.dtype for n, x in enumerate(inputs))
     return Tensors(*(x if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True)))
 

@@ -20,6 +20,7 @@ from hilbert_lib.attention.backends.kernel import LSE_COLUMNS, Eager, Kernel, Pr
 from hilbert_lib.attention.dropout import Branch, keep_mask
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, StridedRows, Tensors
+from hilbert_lib.attention.tape import stepped
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 
@@ -28,8 +29,7 @@ def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Ten
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
     q, k, v, *_ = inputs
     if _is_one_attention(q, k, call, kernel):
-        out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), Problem(call.scale, call.is_causal))
-        return out.transpose(1, 2).to(q.dtype).contiguous(), lse.contiguous()
+        return stepped(partial(_forward_of_all, kernel, Problem(call.scale, call.is_causal)), q, k, v)
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
 
@@ -60,9 +60,8 @@ def backward(
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
     q, k, v, *_ = inputs
     if dlse is None and _is_one_attention(q, k, call, kernel):
-        tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-        grads = kernel.backward(*tensors, lse, Problem(call.scale, call.is_causal))
-        return tuple(grad.transpose(1, 2).to(q.dtype) for grad in grads)
+        run = partial(_backward_of_all, kernel, Problem(call.scale, call.is_causal))
+        return stepped(run, dout, q, k, v, out, lse)
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
     query_side = [q, dout, out, *(x.transpose(1, 2).contiguous()[..., None] for x in (lse, dlse) if x is not None)]
     if _merges_at_once(q, kernel):
@@ -82,6 +81,20 @@ def backward(
         ):
             total += part
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _forward_of_all(kernel: Kernel, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # One dense attention of all rows and heads, (batch, rows, heads, head_dim) each, and lse (batch, heads, rows).
+    out, lse = kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), problem)
+    return out.transpose(1, 2).to(q.dtype).contiguous(), lse.contiguous()
+
+
+def _backward_of_all(
+    kernel: Kernel, problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    grads = kernel.backward(*tensors, lse, problem)
+    return tuple(grad.transpose(1, 2).to(q.dtype).contiguous() for grad in grads)
 
 
 def _gradients(kernel: Kernel, step: "Step", with_dlse: bool) -> tuple[Tensor, Tensor, Tensor]:

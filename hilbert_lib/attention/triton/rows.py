@@ -4,6 +4,8 @@ In plain torch a merge takes some twelve kernels. By index it takes up to sevent
 arithmetic and a scatter. With zero keys it takes six.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -45,18 +47,20 @@ def merge_results(
     return tuple(start(starts, inputs, results_kernel, dtype, made=made))
 
 
-def add_tensors(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """`hilbert_lib.attention.merge.add_tensors` in one kernel."""
-    inputs, count = [each.contiguous() for each in (x, y)], x.numel()
-    if not count:
-        return x.new_empty(x.shape, dtype=dtype)
-    grid = (triton.cdiv(count, ELEMENTS),)
+def add_tensors(xs: Sequence[Tensor], ys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """`hilbert_lib.attention.merge.add_tensors`, a kernel for each pair that has elements: one start of all."""
+    inputs = [x.contiguous() for x in (*xs, *ys) if x.numel()]
+    firsts, seconds = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
+    made = [Made(x.shape, dtype) for x, dtype in zip(xs, dtypes, strict=True) if x.numel()]
 
-    def starts(total: Tensor) -> list[Start]:
-        return [Start(sum_kernel, grid, (*inputs, total, count), {"BLOCK": ELEMENTS})]
+    def starts(*totals: Tensor) -> list[Start]:
+        return [
+            Start(sum_kernel, (triton.cdiv(x.numel(), ELEMENTS),), (x, y, total, x.numel()), {"BLOCK": ELEMENTS})
+            for x, y, total in zip(firsts, seconds, totals, strict=True)
+        ]
 
-    (total,) = start(starts, inputs, sum_kernel, dtype, made=[Made(x.shape, dtype)])
-    return total
+    totals = iter(start(starts, inputs, sum_kernel, *dtypes, made=made) if inputs else ())
+    return [next(totals) if x.numel() else x.to(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
 
 
 def add_zero_keys(out: Tensor, lse: Tensor, log_count: Tensor) -> None:

@@ -47,6 +47,7 @@ OPTIONAL = ("documents", "bias", *STARTS)  # tensors of some calls; elsewhere No
 PLACES = 256  # addresses in a cache of descriptors: of the tensors of all layers of a model
 FLAGS = 256  # of a stream
 STREAMS = 16  # of a thread that have flags
+PRECISION = 3  # place of that of products of float32 in a setting, None where there are none
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
@@ -158,13 +159,24 @@ class Recording(NamedTuple):
         return None if made is None else self.finish(made)
 
     def made_by(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """Start all: the tensors that are made.
+        """Start all: the tensors that are made. None, and nothing is started, where it is not ready, or as `_made`."""
+        return self._made(tensors) if self.is_ready(tensors[0]) else None
 
-        None, and nothing is started, where Triton itself must start them, a table is gone, or a tensor does not begin
-        at a multiple of 16 bytes.
+    def is_ready(self, x: Tensor) -> bool:
+        """Whether all that the kernels hang on is as it was, and Triton need not start them itself.
+
+        x: a tensor on the device.
         """
-        if _is_watched(tensors[0]) or _setting(tensors[0]) != self.setting:
-            return None
+        return not _is_watched(x) and _setting(self.setting[PRECISION] is not None) == self.setting
+
+    def started(self, tensors: Sequence[Tensor | None]) -> Sequence | None:
+        """`run`, where it is known to be ready: a call of several starts asks once."""
+        made = self._made(tensors)
+        return None if made is None else self.finish(made)
+
+    def _made(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        # None, and nothing is started, where a kernel has hooks, a table is gone, or a tensor does not begin at a
+        # multiple of 16 bytes.
         tables = [*map(call, self.tables)]  # alive until all are started
         if NoneType in map(type, tables):
             return None
@@ -270,11 +282,11 @@ def _is_watched(first: Tensor) -> bool:
     return has_stages_hook or (first.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _setting(first: Tensor) -> tuple:
+def _setting(in_float32: bool) -> tuple:
     # What starts depend on beside their tensors and options; the current device is the first.
     knobs = triton.knobs
     compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
-    precision = products_of_float32() if first.dtype == torch.float32 else None
+    precision = products_of_float32() if in_float32 else None
     return triton.runtime.driver.active.get_current_device(), *compiler, precision, _generation
 
 
@@ -283,7 +295,7 @@ def _kind_of_call(tensors: Sequence[Tensor | None], options: tuple) -> tuple:
     ids = [*map(id, tensors)]
     repeated = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # which argument is the same tensor
     forms = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
-    return *_setting(tensors[0]), repeated, *forms, *options, *map(type, options)
+    return *_setting(tensors[0].dtype == torch.float32), repeated, *forms, *options, *map(type, options)
 
 
 def _put(cache: dict, key: Hashable, value: object) -> None:
@@ -298,7 +310,7 @@ def _record(
 ) -> Recording | None:  # fmt: skip
     # None where a tensor is not of the call (a copy, say), where Triton's own hook compiled, or where the launcher of
     # this release of Triton is not known. new: the tensors that were made.
-    device, setting = tensors[0].device, _setting(tensors[0])
+    device, setting = tensors[0].device, _setting(tensors[0].dtype == torch.float32)
     all_tensors = (*tensors, *new)
     numbers = {id(x): number for number, x in reversed([*enumerate(all_tensors)]) if x is not None}
     recorded, descriptors, tables = [], [], {}

@@ -15,16 +15,20 @@ from weakref import ref
 
 import torch
 import triton
-from kept_starts import Compiled, Given, begun
+from kept_starts import Compiled, Given, begun, known
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention import autograd, choice, known_calls, merge, zero_keys
-from hilbert_lib.attention.backends import fused, fused_grid, listed_grid
+from hilbert_lib.attention import joint as joint_room
+from hilbert_lib.attention.backends import dense, fused, fused_grid, listed_grid
+from hilbert_lib.attention.backends import strided as strided_views
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch
+from hilbert_lib.patterns.all_pairs import AllPairs
 
 UNION = Union((Neighbourhood((8, 16), 5), Neighbourhood((8, 16), 3, dilation=2)))
 NEAR, PATTERN = Neighbourhood((8, 16), 5), DilatedPattern((32, 128), (1, 2))
@@ -45,6 +49,30 @@ def noted(run):
 
 def drawn(heads: int = 2, length: int = LENGTH, dtype=torch.bfloat16, columns: int = 64) -> torch.Tensor:
     return torch.zeros(1, length, heads, columns, dtype=dtype).requires_grad_()
+
+
+def extra_tensors(length: int = EXTRA) -> dict[str, torch.Tensor]:
+    return {f"extra_{name}": drawn(length=length) for name in "qkv"}
+
+
+def joint(length: int = EXTRA) -> dict:
+    return {"neighbourhood": NEAR, **extra_tensors(length)}
+
+
+def dense_forward(q, k, v, *_, **__):
+    """Stands in for cuDNN's kernel, and notes what it is given."""
+    begun.append(["dense forward", *(known(x) for x in (q, k, v))])
+    batch, heads, rows, columns = q.shape
+    out, lse = q.new_empty(batch, rows, heads, columns).transpose(1, 2), torch.empty(batch, heads, rows, 1)
+    alive.extend((out, lse))
+    return out, lse
+
+
+def dense_backward(dout, q, k, v, out, lse, *_, **__):
+    begun.append(["dense backward", *(known(x) for x in (dout, q, k, v, out, lse))])
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    alive.extend(grads)
+    return grads
 
 
 def hidden(length: int) -> torch.Tensor:
@@ -93,11 +121,17 @@ CALLS = {
     "zero keys": (attend, lambda: {"pattern": DilatedPattern((32, 96), (1, 2), padding="zeros")}),
     "lists on a grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "backend": "lists"}),
     "lists of a union": (attend, lambda: {"pattern": UNION, "backend": "lists"}),
+    # Extra queries: by a dense kernel, for which this script has stand-ins, and by kernels that replay launches.
+    "joint": (neighbourhood_attention, lambda: joint() | {"extra_padding_mask": None}),
+    "joint, no extra keys": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "extra_q": drawn(length=EXTRA)}),
+    "joint by one kernel": (neighbourhood_attention, lambda: joint(80) | {"backend": "triton"}),
+    "joint of a union": (attend, lambda: {"pattern": UNION, **extra_tensors()}),
 }
-# Their functions copy heads besides: they run, and launches alone are recorded.
+# Their functions copy heads, or multiply matrices, besides: they run, and launches alone are recorded.
 BY_HEADS = (NEAR, Neighbourhood((8, 16), 3))
 OTHERS = {
     "lists by heads": (neighbourhood_attention, lambda: {"neighbourhood": BY_HEADS, "backend": "lists"}),
+    "joint with a mask": (neighbourhood_attention, lambda: joint() | {"extra_padding_mask": hidden(EXTRA)}),
 }
 
 
@@ -133,27 +167,34 @@ def noting_made(creator):
     return of
 
 
+def computed_of(outs: tuple[torch.Tensor, ...]) -> str:
+    """How these results, or their gradients, were computed."""
+    return {0: "replayed", len(outs): "ran"}.get(len(ran), f"{len(ran)} ran")
+
+
 def called(name: str, arguments: dict | None = None, during=nullcontext, during_backward=nullcontext, dout=None):
-    """A forward and a backward: how each was computed, and its launches."""
+    """A forward and a backward: how each was computed, and its launches. dout: makes one of so many rows."""
     arguments = arguments_of(name) if arguments is None else arguments
     tensors = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
     leaves = [x for x in tensors.values() if x.requires_grad]
     ran.clear()
     begun.clear()
     with during():
-        out, lse = (CALLS | OTHERS)[name][0](**arguments, return_lse=True)
-    results = tensors | {"out": out, "lse": lse}
-    how, launches = ["ran" if ran else "replayed"], [launched(results)]
-    if out.requires_grad:
+        made = (CALLS | OTHERS)[name][0](**arguments, return_lse=True)
+    results = tensors | {f"result {n}": x for n, x in enumerate(made)}
+    outs = made[::2]  # of cells, and of extra queries
+    how, launches = [computed_of(outs)], [launched(results)]
+    if outs[0].requires_grad:
         ran.clear()
-        dout = torch.zeros_like(out) if dout is None else dout
+        douts = [torch.zeros_like(x) if dout is None else dout(x.shape[1]) for x in outs]
         with during_backward():
-            grads = torch.autograd.grad(out, leaves, dout)
-        how.append("ran" if ran else "replayed")
-        launches.append(launched(results | {"dout": dout} | {f"grad {n}": x for n, x in enumerate(grads)}))
+            grads = torch.autograd.grad(outs, leaves, douts)
+        how.append(computed_of(outs))
+        of_backward = {f"dout {n}": x for n, x in enumerate(douts)} | {f"grad {n}": x for n, x in enumerate(grads)}
+        launches.append(launched(results | of_backward))
         assert [x.shape for x in grads] == [x.shape for x in leaves]
     alive.clear()
-    return how, launches, [ref(x) for x in (*tensors.values(), out, lse)]
+    return how, launches, [ref(x) for x in (*tensors.values(), *made)]
 
 
 @contextmanager
@@ -195,8 +236,16 @@ class SeesOperators(TorchDispatchMode):
 
 
 seen: list = []
-UNALIGNED = lambda: torch.zeros(LENGTH * 2 * 64 + 8, dtype=torch.bfloat16)[1:-7].view(1, LENGTH, 2, 64)  # noqa: E731
-STRIDED = lambda: torch.zeros(1, LENGTH, 4, 64, dtype=torch.bfloat16)[:, :, ::2]  # noqa: E731
+
+
+def unaligned(rows: int = LENGTH) -> torch.Tensor:
+    return torch.zeros(rows * 2 * 64 + 8, dtype=torch.bfloat16)[1:-7].view(1, rows, 2, 64)
+
+
+def strided(rows: int = LENGTH) -> torch.Tensor:
+    return torch.zeros(1, rows, 4, 64, dtype=torch.bfloat16)[:, :, ::2]
+
+
 # What a call hangs on besides: a context in which it is computed anew, or other arguments.
 CHANGES = {
     "determinism": {"during": partial(setting, torch.use_deterministic_algorithms, True, False)},
@@ -209,20 +258,29 @@ CHANGES = {
     "a mode of functions": {"during": SeesFunctions},
     "a mode of operators": {"during": SeesOperators},
     "forward-mode differentiation": {"during": torch.autograd.forward_ad.dual_level},
-    "stride": {"q": lambda: STRIDED().requires_grad_()},
-    "alignment": {"q": lambda: UNALIGNED().requires_grad_()},
-    "alignment of v": {"v": lambda: UNALIGNED().requires_grad_()},
+    "stride": {"q": lambda: strided().requires_grad_()},
+    "alignment": {"q": lambda: unaligned().requires_grad_()},
+    "alignment of v": {"v": lambda: unaligned().requires_grad_()},
     "dtype": {name: partial(drawn, dtype=torch.float16) for name in "qkv"},
     "columns": {name: partial(drawn, columns=48) for name in "qkv"},
     "no gradient of q": {"q": lambda: drawn().detach()},
 }
+# Of extra queries, whose tensors are checked apart.
+JOINT_CHANGES = {
+    "stride of extra_q": {"extra_q": lambda: strided(EXTRA).requires_grad_()},
+    "alignment of extra_q": {"extra_q": lambda: unaligned(EXTRA).requires_grad_()},
+    "alignment of extra_v": {"extra_v": lambda: unaligned(EXTRA).requires_grad_()},
+    "no gradient of extra_q": {"extra_q": lambda: drawn(length=EXTRA).detach()},
+    "dtype of all": {f"{part}{name}": partial(drawn, length=rows, dtype=torch.float16)
+                     for part, rows in (("", LENGTH), ("extra_", EXTRA)) for name in "qkv"},
+}  # fmt: skip
 BACKWARD_CHANGES = {
     "determinism": {"during_backward": partial(setting, torch.use_deterministic_algorithms, True, False)},
     "a mode of operators": {"during_backward": SeesOperators},
     "a hook of Triton": {"during_backward": hooked},
-    "stride of dout": {"dout": STRIDED},
-    "alignment of dout": {"dout": UNALIGNED},
-    "expanded dout": {"dout": lambda: torch.zeros((), dtype=torch.bfloat16).expand(1, LENGTH, 2, 64)},
+    "stride of dout": {"dout": strided},
+    "alignment of dout": {"dout": unaligned},
+    "expanded dout": {"dout": lambda rows: torch.zeros((), dtype=torch.bfloat16).expand(1, rows, 2, 64)},
 }
 
 
@@ -232,10 +290,14 @@ def changed(name: str, change: dict) -> list[str]:
     for _ in range(3):
         how, *_ = called(name)
     assert set(how) == {"replayed"}
-    arguments = arguments_of(name) | {key: make() for key, make in change.items() if key in "qkv"}
+    arguments = arguments_of(name) | {key: make() for key, make in change.items() if key[-1] in "qkv"}
     rest = {key: x for key, x in change.items() if key.startswith("during")}
-    how, *_ = called(name, arguments, dout=change["dout"]() if "dout" in change else None, **rest)
+    how, *_ = called(name, arguments, dout=change.get("dout"), **rest)
     return how
+
+
+def choose_dense(q, k, request, name, **how):
+    return joint_choice(q, k, request, "cudnn" if name == "auto" else name, **how)
 
 
 def forget() -> None:
@@ -257,6 +319,13 @@ if __name__ == "__main__":
         for backend in room.BACKENDS:
             object.__setattr__(backend, "here", lambda q, request: "")
     choice.rule_for = lambda *_, **__: Rule(("hopper", "triton", "eager"), "of a test")
+    # Extra queries: by cuDNN as a GPU has it.
+    strided_views._is_on_gpu = lambda q, kernel: kernel is dense.CuDnn
+    dense.dense_operators.cudnn_attention = dense_forward
+    dense.dense_operators.cudnn_attention_backward = dense_backward
+    for kind in (AllPairs, DilatedPattern):
+        object.__setattr__(backends_for(kind)["cudnn"], "here", lambda q, request: "")
+    joint_choice, joint_room.choose = joint_room.choose, choose_dense
     autograd._forward_of_one = noted(autograd._forward_of_one)
     autograd._backward_of_one = noted(autograd._backward_of_one)
     for name in CALLS:
@@ -264,8 +333,14 @@ if __name__ == "__main__":
         equal = [calls[n][1] == calls[1][1] for n in (2, 3)]
         kept = sum(each() is not None for *_, refs in calls for each in refs)
         told[name] = [[how for how, *_ in calls], equal, kept]
-    kinds = ("sequence", "grid")
-    told["changes"] = {f"{name}, {kind}": changed(kind, change) for name, change in CHANGES.items() for kind in kinds}
+    kinds = ("sequence", "grid", "joint")
+    told["changes"] = {
+        f"{name}, {kind}": changed(kind, change)
+        for name, change in CHANGES.items()
+        for kind in kinds
+        if kind != "joint" or name not in ("dtype", "columns")  # extra tensors have those of q
+    }
+    told["changes"] |= {f"{name}, joint": changed("joint", change) for name, change in JOINT_CHANGES.items()}
     told["backward changes"] = {
         f"{name}, {kind}": changed(kind, change) for name, change in BACKWARD_CHANGES.items() for kind in kinds
     }
