@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A dense kernel that is not ours, as what stands for a `triton.start.Recording`: it starts by being called."""
+    """A dense kernel that is not ours, in the place of a `triton.start.Recording`: it starts by being called."""
 
     function: Callable[..., Sequence[Tensor]]  # of tensors alone, with every decision made, or made by their forms
     descriptors: tuple = ()
@@ -159,7 +159,7 @@ def note(recording: object, tensors: Sequence, made: Sequence, results: Sequence
 
 
 def stepped(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
-    """What a function of a dense kernel gives, noted as a `Step`. Its results are new tensors."""
+    """The results of a function of a dense kernel, noted as a `Step`. They are new tensors."""
     results = function(*tensors)
     note(Step(function), tensors, (), results)
     return results
