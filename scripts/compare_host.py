@@ -1,15 +1,23 @@
-"""Host times of short calls beside torch's scaled_dot_product_attention, in one process on one GPU.
+"""Host times of short calls beside torch's scaled_dot_product_attention, in alternating rounds of one process.
 
     python scripts/compare_host.py
 
-Each cell has the median and the least of many calls in microseconds, and in brackets the time of a call back to back,
-by events of the stream. The host is timed while the queue is short: it waits for the device after every few calls.
-Ratios are to scaled_dot_product_attention of as many tokens. On a CPU a call's time is that of its kernels.
+In each round scaled_dot_product_attention and one kind of call are timed in turn, a few calls each. A ratio is the
+median over the rounds of the ratio of the medians within a round, and in brackets its first and last quartile: what
+slows the host for a while slows both. The first row is scaled_dot_product_attention beside itself. Ratios are to
+calls of as many tokens.
+
+The other cells have the median and the least of all calls in microseconds, and in brackets the time of a call back to
+back, by events of the stream. The host is timed while the queue is short: it waits for the device after every few
+calls. On a GPU processes compile the kernels together first. On a CPU a call's time is that of its kernels.
 """
 
+import os
 import time
 from collections.abc import Callable
-from statistics import median
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from statistics import median, quantiles
 
 import click
 import torch
@@ -29,7 +37,10 @@ from hilbert_lib import (
 
 QUEUE = 4  # calls between two waits for the device
 WARM = 6  # calls before any is timed: the third of a kind is looked up
+IN_A_ROW = 200  # calls back to back
+THEIRS = "scaled_dot_product_attention"
 Work = tuple[Callable, list[Tensor]]  # forward, and the tensors that it is given
+Mode = tuple[Callable[[], object], Callable]  # a call, and the mode of gradients that it runs in
 
 
 def works(device: torch.device, dtype: torch.dtype) -> dict[str, Work]:
@@ -53,7 +64,7 @@ def works(device: torch.device, dtype: torch.dtype) -> dict[str, Work]:
     tensors = drawn(256, 8, 64)
     lists = {"lists on the grid": (lambda q, k, v: neighbourhood_attention(q, k, v, near, backend="lists"), tensors)}
     return {
-        "scaled_dot_product_attention": (scaled_dot_product_attention, drawn(8, 256, 64)),
+        THEIRS: (scaled_dot_product_attention, drawn(8, 256, 64)),
         "grid of 16 x 16, window 7": (lambda q, k, v: neighbourhood_attention(q, k, v, near), tensors),
         "sequence, one branch": (lambda q, k, v: dilated_attention(q, k, v, one), tensors),
         "sequence, branches 64 and 256 (rates 1, 2)": (lambda q, k, v: dilated_attention(q, k, v, two), tensors),
@@ -78,56 +89,97 @@ def both_ways(forward: Callable, tensors: list[Tensor]) -> Callable[[], object]:
     return call
 
 
-def host_us(call: Callable[[], object], calls: int, wait: Callable[[], None]) -> tuple[float, float]:
-    """Median and least of the host's times of a call."""
-    for _ in range(WARM):
-        call()
+def modes(forward: Callable, tensors: list[Tensor]) -> list[Mode]:
+    """The calls of a kind: without a gradient, forward, forward and backward. Each ran `WARM` times."""
+    plain = [x.detach() for x in tensors]
+    found = [
+        (lambda: forward(*plain), torch.no_grad),
+        (lambda: forward(*tensors), torch.enable_grad),
+        (both_ways(forward, tensors), torch.enable_grad),
+    ]
+    for call, mode in found:
+        with mode():
+            for _ in range(WARM):
+                call()
+    return found
+
+
+def host_us(mode: Mode, calls: int, wait: Callable[[], None]) -> list[float]:
+    """The host's times of so many calls."""
+    call, gradients = mode
     times = []
-    for _ in range(calls // QUEUE):
-        wait()
-        for _ in range(QUEUE):
+    with gradients():
+        for number in range(calls):
+            if number % QUEUE == 0:
+                wait()
             begun = time.perf_counter_ns()
             call()
             times.append((time.perf_counter_ns() - begun) / 1000)
-    return median(times), min(times)
+    return times
 
 
-def back_to_back_us(call: Callable[[], object], calls: int) -> float:
+def ratio_in_words(ratios: list[float]) -> str:
+    """Median, and the quartiles around it.
+
+    >>> ratio_in_words([1.0, 1.1, 1.2, 1.3, 1.4])
+    '1.20 (1.10 to 1.30)'
+    """
+    first, middle, last = quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f} ({first:.2f} to {last:.2f})"
+
+
+def back_to_back_us(mode: Mode) -> float:
     """Time of a call among many in a row, by events of the stream."""
+    call, gradients = mode
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        call()
-    stop.record()
+    with gradients():
+        start.record()
+        for _ in range(IN_A_ROW):
+            call()
+        stop.record()
     stop.synchronize()
-    return 1000 * start.elapsed_time(stop) / calls
+    return 1000 * start.elapsed_time(stop) / IN_A_ROW
+
+
+def compile_kind(name: str) -> None:
+    """Have Triton keep the kernels of a kind of call on disk."""
+    forward, tensors = works(torch.device("cuda"), torch.bfloat16)[name]
+    both_ways(forward, tensors)()
+    torch.cuda.synchronize()
 
 
 @click.command(help=__doc__)
-@click.option("--calls", default=800, show_default=True, type=click.IntRange(min=QUEUE), help="Of each kind, timed.")
-def main(calls) -> None:
+@click.option("--rounds", default=40, show_default=True, type=click.IntRange(min=2))
+@click.option("--calls", default=8, show_default=True, type=click.IntRange(min=1), help="Of each side, in a round.")
+@click.option("--kind", "kinds", multiple=True, help="A row of the table; by default all.")
+def main(rounds, calls, kinds) -> None:
     on_gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    every = works(device, dtype)
+    names = [name for name in every if not kinds or name in (THEIRS, *kinds)]
+    if unknown := set(kinds) - set(names):
+        raise click.UsageError(f"--kind must be a row of the table, got {', '.join(unknown)}")
+    if on_gpu:
+        with ProcessPoolExecutor(min(len(names), os.cpu_count()), mp_context=get_context("spawn")) as pool:
+            list(pool.map(compile_kind, names))
     wait = torch.cuda.synchronize if on_gpu else lambda: None
-    theirs: list[tuple[float, float]] = []
-    click.echo("| us | no gradient | forward | forward and backward | ratios of medians, of minima |")
+    ours, theirs = {name: modes(*every[name]) for name in names}, modes(*every[THEIRS])
+    times = {name: [[] for _ in theirs] for name in names}
+    ratios = {name: [[] for _ in theirs] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            for number, sides in enumerate(zip(theirs, ours[name], strict=True)):
+                sdpa, own = (host_us(side, calls, wait) for side in sides)
+                times[name][number] += own
+                ratios[name][number].append(median(own) / median(sdpa))
+    click.echo("| us | no gradient | forward | forward and backward | ratios |")
     click.echo("| --- | --- | --- | --- | --- |")
-    for name, (forward, tensors) in works(device, dtype).items():
-        plain, found, cells = [x.detach() for x in tensors], [], []
-        for call, mode in (
-            (lambda run=forward, x=plain: run(*x), torch.no_grad),
-            (lambda run=forward, x=tensors: run(*x), torch.enable_grad),
-            (both_ways(forward, tensors), torch.enable_grad),
-        ):
-            with mode():
-                found.append(host_us(call, calls, wait))
-                in_a_row = f" ({back_to_back_us(call, calls // QUEUE):.0f})" if on_gpu else ""
-            cells.append("{:.0f}, {:.0f}".format(*found[-1]) + in_a_row)
-        theirs = theirs or found
-        ratios = [
-            " ".join(f"{own[n] / sdpa[n]:.2f}" for own, sdpa in zip(found, theirs, strict=True)) for n in range(2)
-        ]
-        click.echo(f"| {name} | {' | '.join(cells)} | {', '.join(ratios)} |")
+    for name in names:
+        cells = []
+        for mode, found in zip(ours[name], times[name], strict=True):
+            in_a_row = f" ({back_to_back_us(mode):.0f})" if on_gpu else ""
+            cells.append(f"{median(found):.0f}, {min(found):.0f}{in_a_row}")
+        click.echo(f"| {name} | {' | '.join(cells)} | {', '.join(map(ratio_in_words, ratios[name]))} |")
 
 
 if __name__ == "__main__":
