@@ -171,7 +171,9 @@ def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, 
 @triton.jit
 def block_dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query, key, j, BLOCK_N: tl.constexpr):
     """`dropout_factor` of a block of keys from number j of a segment on, a multiple of 4: one Philox for four keys."""
-    if seed.dtype.element_ty == tl.int32:  # keys of a part may begin anywhere among the four
+    # Keys of a part may begin anywhere among the four. Of 16 keys Triton (3.6 to 3.9) makes a wrong product: it takes
+    # the width of the next product's operands from the bytes of the mask and from `join`, 8 numbers of 4 threads.
+    if seed.dtype.element_ty == tl.int32 or BLOCK_N < 32:
         return dropout_factor(seed, drop_below, b, h, branch, segment_length, rate, query[:, None], key[None, :])
     else:
         four = (j // 4 + tl.arange(0, BLOCK_N // 4))[None, :]  # [1, BLOCK_N // 4]

@@ -21,7 +21,7 @@ from itertools import product
 import torch
 import triton
 from gathered_starts import gathering
-from held_operands import held_operands, kept_in_memory, overwritten_tiles, transposed_products
+from held_operands import held_operands, kept_in_memory, narrow_products, overwritten_tiles, transposed_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -134,6 +134,8 @@ def plain_kernels() -> dict[str, tuple]:
     for name in ATTENTION:
         kernel, types, constants, options = made[f"{name} 2 128"]
         made[f"dropout {name} 2 128"] = kernel, types, constants | {"DROPOUT": True}, options
+        kernel, types, constants, options = made[f"{name} 4 256"]  # whose tiles are the smallest
+        made[f"masked dropout {name} 4 256"] = kernel, types, constants | {"DROPOUT": True, "PADDING": True}, options
         kernel, types, constants, options = made[f"{name} 2 64"]
         of_documents = {key: value for key, value in constants.items() if key != "documents"}
         made[f"packed {name} 2 64"] = kernel, types, of_documents, options
@@ -570,14 +572,31 @@ def facts(name: str, call: tuple, architecture: int) -> dict:
         "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
         "overwritten": overwritten_tiles(made.asm["ttgir"]),
         "transposed": transposed_products(made.asm["ttgir"]),
+        "narrow": narrow_products(made.asm["ttgir"]),
         "unjoined": unjoined_arrivals(ptx),
         **(of_warp_specialised(made, log.getvalue()) if name.startswith("hopper") else {}),
     }
 
 
 # A forward and a backward of each file, which take seconds.
-SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "packed dkv 2 64", "decode one", "decode merge", "curve decode 2")
-SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16", "copies gather", "copies sum")
+SAMPLE = (
+    "forward 2 64",
+    "dq 2 64",
+    "masked dropout dq 4 256",
+    "dkv 2 64",
+    "packed dkv 2 64",
+    "decode one",
+    "decode merge",
+)
+SAMPLE += (
+    "curve decode 2",
+    "curve encode 2",
+    "rows merge 16",
+    "rows add 16",
+    "rows zeros 16",
+    "copies gather",
+    "copies sum",
+)
 SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopper forward 64 True False")
 SAMPLE += ("hopper padded forward 128 False False", "hopper backward 64 True True True")
 SAMPLE += ("hopper padded backward 64 True True True", "grid dkv 64 False")

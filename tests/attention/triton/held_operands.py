@@ -116,3 +116,20 @@ def transposed_products(ttgir: str) -> list[str]:
     (flash-linear-attention's issue 640).
     """
     return re.findall(r"(%\w+) = tt\.trans .*: tensor<[^>]*#mma\w*>", ttgir)
+
+
+def narrow_products(ttgir: str) -> list[str]:
+    """Products of mma.sync whose operands lie wider than they are.
+
+    Four threads hold `kWidth` numbers each, side by side. Where these are more than the left operand has columns, the
+    result is wrong: on an H200 dq of 16 keys with 8 numbers, while 16 with 4 were right.
+    """
+    registers = re.findall(r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = 2", ttgir, re.MULTILINE)
+    lefts = r"tt\.dot .*?: (tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = (#\w+), kWidth = (\d+)\}>>)"
+    return sorted(
+        {
+            left
+            for left, columns, parent, width in re.findall(lefts, ttgir)
+            if parent in registers and 4 * int(width) > int(columns)
+        }
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from held_operands import held_operands, kept_in_memory, overwritten_tiles, transposed_products
+from held_operands import held_operands, kept_in_memory, narrow_products, overwritten_tiles, transposed_products
 from own_scripts import load_script
 from packaging.requirements import Requirement
 
@@ -136,7 +136,7 @@ def test_those_of_attention_compile_and_their_shared_memory_is_there(run, some):
 
 
 def test_dropout_leaves_them_room(run, some):
-    for name, facts in some("dropout ", 0, 3).items():
+    for name, facts in (some("dropout ", 0, 3) | some("masked dropout ", 1, 3)).items():
         assert facts["shared"] <= (227 * 1024 if run[0] == 90 else SHARED_BYTES), name
 
 
@@ -349,6 +349,21 @@ def test_no_product_is_transposed_in_registers(run):
         "%d = tt.trans %s {order = array<i32: 1, 0>} : tensor<64x64xbf16, #mma> -> tensor<64x64xbf16, #linear>"
     )
     assert transposed_products(f"{of_tiles}\n{of_a_product}") == ["%d"]
+
+
+def test_no_product_has_operands_that_lie_wider_than_they_are(run):
+    for name, facts in run[2].items():
+        assert facts["narrow"] == [], name
+
+
+@pytest.mark.parametrize(("columns", "width", "is_told"), [(16, 8, True), (16, 4, False), (32, 8, False)])
+def test_a_product_of_too_few_columns_is_told(columns, width, is_told):
+    left = f"tensor<16x{columns}xf32, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {width}}}>>"
+    layout = "#mma = #ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, warpsPerCTA = [1, 8], instrShape = [16, 8]}>"
+    product = (
+        f"%d = tt.dot %a, %b, %c, inputPrecision = tf32 : {left} * tensor<{columns}x256xf32> -> tensor<16x256xf32>"
+    )
+    assert narrow_products(f"{layout}\n{product}") == ([left] if is_told else [])
 
 
 @pytest.mark.parametrize(
