@@ -124,7 +124,7 @@ def test_groups_that_share_a_tile_go_on_in_any_order(monkeypatch, sources, head_
         (Neighbourhood((256, 256), 80, stride=16), True),
         (Neighbourhood((30, 48, 80), (18, 24, 24), stride=(16, 8, 8)), True),
         (Neighbourhood((24, 44, 80), (24, 12, 24), stride=(1, 4, 8)), True),
-        (Neighbourhood((32768,), 2048, stride=256), True),
+        (Neighbourhood((8192,), 2048, stride=256), True),
         (Neighbourhood((256, 256), 80, stride=8), False),
         (Neighbourhood((256, 256), 84, stride=16), False),
         (Neighbourhood((256, 256), 80, stride=16, edge="clip"), False),
@@ -139,10 +139,11 @@ def test_queries_of_a_tile_share_a_window_of_whole_boxes_where_it_is_said(source
     if tiling is not None:
         ndim = len(near.axes)
         for axis, keys, queries in zip(near.axes, tiling.keys[-ndim:], tiling.tile[-ndim:], strict=True):
-            seen = axis.attends(torch.arange(axis.cells)[:, None], torch.arange(axis.cells))  # (queries, keys)
-            for tile in seen.split(queries):
-                assert (tile == tile[0]).all()
-                assert tile[0].sum() % keys == 0
+            cells = torch.arange(axis.cells)
+            for tile in cells.split(queries):
+                seen = axis.attends(tile[:, None], cells)  # (queries, keys)
+                assert (seen == seen[0]).all()
+                assert seen[0].sum() % keys == 0
 
 
 @pytest.mark.parametrize("name", WHOLE_WINDOWS)
