@@ -1,17 +1,18 @@
 """A plan as data, and what it costs a rank: bytes on the wire, bytes of memory, FLOP."""
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 
 from hilbert_lib.checks import boolean, integer
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.balance import pairs_before
-from hilbert_lib.ring.plan.rows import Message, common_heads, rows_between
-from hilbert_lib.ring.plan.segments import BranchPlan, messages_for
+from hilbert_lib.ring.plan.rows import common_heads, rows_between
+from hilbert_lib.ring.plan.segments import BranchPlan, Messages, SharedSegment
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
 PRODUCTS = 2, 5  # of matrices, in a forward and in a backward
@@ -109,14 +110,21 @@ class RingPlan:
     is_causal: bool
     branches: tuple[BranchPlan, ...]
     speeds: tuple[float, ...] | None = None  # relative speeds of the ranks, where weights were given
+    # Sums of messages that were asked for. Plans that `replace` makes of this one share them: only transports differ.
+    known_loads: dict[tuple, "Load"] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """The first position of each rank."""
         return (0, *accumulate(self.shard_lengths[:-1]))
 
     @cached_property
-    def messages(self) -> dict[str, dict[tuple[int, int], Message]]:
+    def length(self) -> int:
+        """Tokens of all ranks."""
+        return sum(self.shard_lengths)
+
+    @cached_property
+    def messages(self) -> dict[str, Messages]:
         """Messages by transport in use, then by (source, destination): each holds the rows of all its branches.
 
         In step t of the ring, rank a sends to (a + t) mod p and receives from (a - t) mod p, where there is a message.
@@ -124,10 +132,22 @@ class RingPlan:
         """
         used = {branch.transport for branch in self.branches}
         return {
-            transport: messages_for([b for b in self.branches if b.transport == transport], transport, self.is_causal)
+            transport: Messages([b for b in self.branches if b.transport == transport], transport, self.is_causal)
             for transport in TRANSPORTS
             if transport in used
         }
+
+    @cached_property
+    def loads(self) -> dict[str, "Load"]:
+        """By transport in use: how much each rank sends and receives."""
+        return {transport: self._load(messages) for transport, messages in self.messages.items()}
+
+    def _load(self, messages: Messages) -> "Load":
+        # Gathering sends the same rows, at once and round the ring.
+        rows = (messages.transport == "all_to_all", *(branch.rows_key for branch in messages.branches))
+        if rows not in self.known_loads:
+            self.known_loads[rows] = load_of(messages, len(self.shard_lengths))
+        return self.known_loads[rows]
 
     @cached_property
     def ranks(self) -> tuple[RankCost, ...]:
@@ -153,7 +173,7 @@ class RingPlan:
 
     def _is_aligned(self, number: int, rank: int) -> bool:
         branch = self.branches[number]
-        if branch.transport == "all_to_all" and any(rank in segment.ranks for segment in branch.shared):
+        if branch.transport == "all_to_all" and branch.shared_by(rank):
             return False
         before = self.starts[rank] % branch.segment_length
         inside_one = before + self.shard_lengths[rank] <= branch.segment_length
@@ -169,20 +189,52 @@ class RingPlan:
         return "\n\n".join([title, _branch_table(self), _rank_table(self)])
 
 
+@dataclass(frozen=True, eq=False)
+class Load:
+    """The messages of one transport, summed up for each rank: (position, KV head) pairs and messages, int64 [ranks]."""
+
+    sent: np.ndarray
+    received: np.ndarray
+    to_itself: np.ndarray  # neither sent nor received
+    largest_sent: np.ndarray
+    largest_received: np.ndarray
+    messages_sent: np.ndarray
+    messages_received: np.ndarray
+    is_far: np.ndarray  # bool: whether a message comes from another rank than the one before
+
+
+def load_of(messages: Messages, ranks: int) -> Load:
+    """The sums of the messages between so many ranks."""
+    sent, received, to_itself, largest_sent, largest_received, messages_sent, messages_received = np.zeros(
+        (7, ranks), dtype=np.int64
+    )
+    is_far = np.zeros(ranks, dtype=bool)
+    for source in messages.sources:
+        for destinations, message in messages.from_rank(source):
+            size = message.size
+            if destinations[0] == source:  # by all-to-all, where each destination has a message of its own
+                to_itself[source] += size
+                continue
+            received[destinations] += size
+            largest_received[destinations] = np.maximum(largest_received[destinations], size)
+            messages_received[destinations] += 1
+            is_far[destinations] |= (destinations - source) % ranks > 1
+            sent[source] += size * len(destinations)
+            largest_sent[source] = max(largest_sent[source], size)
+            messages_sent[source] += len(destinations)
+    return Load(sent, received, to_itself, largest_sent, largest_received, messages_sent, messages_received, is_far)
+
+
 def traffic(plan: RingPlan, direction: str) -> tuple[list[int], list[int]]:
     """Bytes that each rank sends, and that each receives."""
-    sent, received = ([0] * len(plan.shard_lengths) for _ in range(2))
-    for transport, between in plan.messages.items():
+    sent, received = np.zeros((2, len(plan.shard_lengths)), dtype=np.int64)
+    for transport, load in plan.loads.items():
         row_bytes, answer_bytes = plan.sizes.on_wire(transport, direction)
         if direction == "forward":
             row_bytes += plan.sizes.batch * plan.sizes.padding
-        for (source, destination), message in between.items():
-            if source != destination:
-                sent[source] += row_bytes * message.size
-                sent[destination] += answer_bytes * message.size
-                received[destination] += row_bytes * message.size
-                received[source] += answer_bytes * message.size
-    return sent, received
+        sent += row_bytes * load.sent + answer_bytes * load.received
+        received += row_bytes * load.received + answer_bytes * load.sent
+    return sent.tolist(), received.tolist()
 
 
 # The memory of `ring.rank.passes` in the course of a forward or backward. A change of its order is a change here:
@@ -212,16 +264,15 @@ def _memory(plan: RingPlan, rank: int, direction: str) -> int:
         one_touched = (group + 2) * sizes.summed_row
         one_fused = one_touched if is_plain else group * sizes.summed_row
     blocks = [block for number in range(len(plan.branches)) for block in _blocks(plan, rank, number, number in fused)]
-    touched = sum(
-        rows.size for branch in plan.branches for shared in branch.shared for rows in shared.rows.get(rank, ())
-    )
+    shared = (segment for branch in plan.branches for segment in branch.shared_by(rank))
+    touched = sum(rows.size for segment in shared for rows in segment.rows[rank])
     touched += sum(block.queries for block in blocks if block.is_local)
     touched = min(touched, rows)
     exchanges = [_exchange_bytes(plan, rank, direction, transport) for transport in plan.messages]
     at_packing, at_work, at_answers = map(sum, zip((0, 0, 0), *exchanges, strict=True))
-    at_work += max((block.memory(sizes, direction) for block in blocks), default=0)
+    at_work += max((int(np.max(block.memory(sizes, direction))) for block in blocks), default=0)
     if direction == "backward":  # the queries of the last block
-        at_answers += max((block.copies(sizes) for block in blocks), default=0)
+        at_answers += max((int(np.max(block.copies(sizes))) for block in blocks), default=0)
     beside = max(at_packing, sizes.batch * touched * one_touched + max(at_work, at_answers))
     at_once = max(sizes.batch * rows * one_fused if fused else 0, beside)
     return sizes.batch * rows * one_row + at_once + _tables(plan, rank, blocks, touched)
@@ -229,9 +280,9 @@ def _memory(plan: RingPlan, rank: int, direction: str) -> int:
 
 @dataclass(frozen=True)
 class _Block:
-    # Rows of a `rank.layout.Block`: (position, KV head) pairs.
-    queries: int
-    keys: int
+    # Rows of a `rank.layout.Block`: (position, KV head) pairs. Round a ring: of several blocks, int64 [blocks].
+    queries: int | np.ndarray
+    keys: int | np.ndarray
     is_local: bool = False  # of segments inside the shard
 
     def copies(self, sizes: Sizes) -> int:
@@ -260,21 +311,50 @@ def _blocks(plan: RingPlan, rank: int, number: int, is_fused: bool) -> Iterator[
         )
         alike = [(segments * rows.size, segments * rows.size, rows.count) for rows in groups]
         yield from (replace(block, is_local=True) for block in _together(alike, padding))
-    for segment in branch.shared:
-        if rank not in segment.ranks:
-            continue
-        own_rows, exchanged = segment.rows[rank], branch.transport == "all_to_all"
-        if not is_fused and not exchanged:
-            yield from _together([(rows.size, rows.size, rows.count) for rows in own_rows], padding)
-        for sources in [[rank] for rank in segment.ranks] if branch.transport == "ring" else [segment.ranks]:
-            arriving = [segment.crossing(source, rank, branch.transport, plan.is_causal) for source in sources]
-            pairs = []
-            for group, mine in enumerate(own_rows):
-                pieces = [rows[group] for rows in arriving if group in rows]
-                keys, count = sum(rows.size for rows in pieces), sum(rows.count for rows in pieces)
-                queries = (keys, count) if exchanged else (mine.size, mine.count)
-                pairs.append((queries[0], keys, (queries[1], count)))
+    for segment in branch.shared_by(rank):
+        own_rows = segment.rows[rank]
+        if branch.transport == "all_to_all":
+            heads = [len(common_heads(rows.kv_heads, segment.computed[rank])) for rows in own_rows]
+            counts = segment.counts_before[-1].tolist()
+            pairs = [(count * n, count * n, count) for count, n in zip(counts, heads, strict=True)]
             yield from _together(pairs, padding)
+            continue
+        if not is_fused:
+            yield from _together([(rows.size, rows.size, rows.count) for rows in own_rows], padding)
+        if branch.transport == "ring":
+            yield from _ring_blocks(segment, rank, padding, plan.is_causal)
+            continue
+        place = segment.place[rank]
+        before, own, every = segment.counts_before[place], segment.counts[place], segment.counts_before[-1]
+        arriving = (before if plan.is_causal else every - own).tolist()
+        pairs = [
+            (rows.size, count * len(rows.kv_heads), (rows.count, count))
+            for rows, count in zip(own_rows, arriving, strict=True)
+        ]
+        yield from _together(pairs, padding)
+
+
+def _ring_blocks(segment: SharedSegment, rank: int, padding: int, is_causal: bool) -> Iterator[_Block]:
+    # The blocks of a rank's queries and the rows of each other rank, joined as by `_together`, for all ranks at once.
+    place, heads = segment.place[rank], np.array([len(rows.kv_heads) for rows in segment.rows[rank]])
+    queries = segment.counts[place]  # [groups]
+    keys = segment.counts[:place] if is_causal else np.delete(segment.counts, place, axis=0)  # [sources, groups]
+    if padding:
+        has_pairs = (queries > 0) & (keys > 0)
+        if has_pairs.any():
+            yield _Block(np.broadcast_to(queries * heads, keys.shape)[has_pairs], (keys * heads)[has_pairs])
+        return
+    if not len(keys):
+        return
+    # Numbers of positions of one dilation rate at consecutive positions differ by one at most.
+    fewest_keys = keys.min(axis=1)
+    for count in {*queries.tolist()} - {0}:
+        heads_of_count = heads * (queries == count)
+        for key_count in (fewest_keys, fewest_keys + 1):
+            joined = (keys == key_count[:, None]) @ heads_of_count  # KV heads [sources]
+            has_pairs = joined * key_count > 0
+            if has_pairs.any():
+                yield _Block((joined * count)[has_pairs], (joined * key_count)[has_pairs])
 
 
 def _together(pairs: list[tuple], padding: int) -> Iterator[_Block]:
@@ -290,13 +370,12 @@ def _together(pairs: list[tuple], padding: int) -> Iterator[_Block]:
 
 def _exchange_bytes(plan: RingPlan, rank: int, direction: str, transport: str) -> tuple[int, int, int]:
     # Bytes of an exchange: while its rows are packed, while a block is computed, and while answers are added up.
-    sizes, messages = plan.sizes, plan.messages[transport].items()
+    sizes, load = plan.sizes, plan.loads[transport]
     row_bytes, answer_bytes = sizes.on_wire(transport, direction)
-    out = [message.size for (source, _), message in messages if source == rank]
-    into = {source: message.size for (source, destination), message in messages if destination == rank}
     if transport == "ring":
-        return _ring_bytes(plan, rank, direction, out, into)
-    out, into = sum(out), sum(into.values())
+        return _ring_bytes(plan, rank, direction)
+    to_itself = int(load.to_itself[rank])
+    out, into = to_itself + int(load.sent[rank]), to_itself + int(load.received[rank])
     buffers = row_bytes * (out + into) + _padding(sizes, direction, out, into)
     if transport == "all_gather":  # answers, and a copy of those that are added up at once: no row comes twice
         copy = min(out, plan.shard_lengths[rank] * sizes.kv_heads)
@@ -312,18 +391,17 @@ def _exchange_bytes(plan: RingPlan, rank: int, direction: str, transport: str) -
     return 2 * row_bytes * out, buffers + product, buffers + answer_bytes * out + max(product, copy)
 
 
-def _ring_bytes(
-    plan: RingPlan, rank: int, direction: str, out: list[int], into: dict[int, int]
-) -> tuple[int, int, int]:
+def _ring_bytes(plan: RingPlan, rank: int, direction: str) -> tuple[int, int, int]:
     # One buffer is filled while the other is read.
-    sizes, ranks = plan.sizes, len(plan.shard_lengths)
+    sizes, load = plan.sizes, plan.loads["ring"]
     row_bytes, answer_bytes = sizes.on_wire("ring", direction)
-    most_out, most_into = max(out, default=0), max(into.values(), default=0)
-    both_out, both_into = most_out * min(2, len(out)), most_into * min(2, len(into))
+    most_out, most_into = int(load.largest_sent[rank]), int(load.largest_received[rank])
+    sent = int(load.messages_sent[rank])
+    both_out, both_into = most_out * min(2, sent), most_into * min(2, int(load.messages_received[rank]))
     buffers = (row_bytes + answer_bytes) * both_into + _padding(sizes, direction, both_out, both_into)
     # Answers to the rows of one step travel while the next is computed.
-    travelling = answer_bytes * both_out if any((rank - source) % ranks > 1 for source in into) else 0
-    packing = row_bytes * most_out * (min(3, len(out)) + 1)  # k, v and both, while the two steps before are held
+    travelling = answer_bytes * both_out if load.is_far[rank] else 0
+    packing = row_bytes * most_out * (min(3, sent) + 1)  # k, v and both, while the two steps before are held
     answers = row_bytes * both_out + answer_bytes * (both_out + most_out)
     return 0, buffers + row_bytes * both_out + travelling, buffers + max(packing, answers)
 
@@ -335,12 +413,10 @@ def _padding(sizes: Sizes, direction: str, out: int, into: int) -> int:
 
 def _tables(plan: RingPlan, rank: int, blocks: list[_Block], touched: int) -> int:
     # Bytes of index tensors on the device: int64 but for the slots that kernels read, int32.
-    sent = sum(
-        message.size for between in plan.messages.values() for (source, _), message in between.items() if source == rank
-    )
+    sent = sum(int(load.sent[rank] + load.to_itself[rank]) for load in plan.loads.values())
     ordering = plan.shard_lengths[rank] * (8 + 8 + 4) if plan.sizes.ordered else 0
     return (
-        8 * ((2 + plan.sizes.ordered) * touched + 3 * sent + sum(block.queries + block.keys for block in blocks))
+        8 * ((2 + plan.sizes.ordered) * touched + 3 * sent + sum(int(np.sum(b.queries + b.keys)) for b in blocks))
         + ordering
     )
 
@@ -353,7 +429,7 @@ def pairs_of_rank(plan: RingPlan, rank: int, *, only_own_keys: bool = False) -> 
     total = 0
     for branch in plan.branches:
         computed = [(branch.local[rank], branch.kv_heads)]
-        shared = [segment for segment in branch.shared if rank in segment.ranks]
+        shared = branch.shared_by(rank)
         if branch.transport == "all_to_all":
             if not only_own_keys:
                 computed += [(range(segment.start, segment.stop), segment.computed[rank]) for segment in shared]
@@ -370,10 +446,10 @@ def pairs_of_rank(plan: RingPlan, rank: int, *, only_own_keys: bool = False) -> 
 
 def _pairs_of_queries(plan: RingPlan, branch: BranchPlan, queries: range, kv_heads: range) -> int:
     # The pairs of the queries at some positions, of some KV heads.
-    length, total = sum(plan.shard_lengths), 0
+    total = 0
     for offset, heads in branch.groups.items():
         before, upto = (
-            pairs_before(stop, length, branch.dilation_rate, offset, branch.segment_length, plan.is_causal)
+            pairs_before(stop, plan.length, branch.dilation_rate, offset, branch.segment_length, plan.is_causal)
             for stop in (queries.start, queries.stop)
         )
         total += len(common_heads(heads, kv_heads)) * (upto - before)

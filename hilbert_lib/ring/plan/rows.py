@@ -65,20 +65,24 @@ def pack(needed_rows: Iterable[Rows]) -> Message:
     [(0, 8), (16, 4)]
     """
     pieces: list[Rows] = []
+    by_residue: dict[int, dict[int, list[Rows]]] = {}  # pieces by step, then by the residue of their positions
     for needed in sorted(needed_rows, key=lambda rows: (rows.step, -rows.count)):
         missing = [needed]
-        for piece in pieces:
-            missing = [rest for rows in missing for rest in _outside(rows, piece)]
+        for step, pieces_of_step in by_residue.items():
+            # Only these can hold some of the rows.
+            on_progression = pieces_of_step.get(needed.first % step, ()) if needed.step % step == 0 else ()
+            for piece in on_progression if missing else ():
+                missing = [rest for rows in missing for rest in _outside(rows, piece)]
         pieces += missing
+        by_residue.setdefault(needed.step, {}).setdefault(needed.first % needed.step, []).extend(missing)
     return Message(tuple(pieces))
 
 
 def _outside(rows: Rows, piece: Rows) -> list[Rows]:
-    # The rows that the piece does not hold.
-    on_progression = rows.step % piece.step == 0 and (rows.first - piece.first) % piece.step == 0
+    # The rows that the piece does not hold, whose progression all of them are on.
     start = max(0, -(-(piece.first - rows.first) // rows.step))
     stop = min(rows.count, (piece.last - rows.first) // rows.step + 1)
-    if not on_progression or start >= stop or not all(head in piece.kv_heads for head in rows.kv_heads):
+    if start >= stop or not all(head in piece.kv_heads for head in rows.kv_heads):
         return [rows]
     rests = rows.take(0, start), rows.take(stop, rows.count - stop)
     return [rest for rest in rests if rest.count]
