@@ -111,10 +111,12 @@ def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, rank
 
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
     splits = (split for split in product(counts, repeat=len(grid)) if prod(split) == ranks)
-    cut = {split: plan_halo(near, Rectangles(split), **how) for split in splits}
     named = {"strips": (ranks, *(1,) * (len(grid) - 1))}
-    named["rectangles"] = min(cut, key=lambda split: most(cut[split], "received_forward"))
-    plans = {f"{kind} {' x '.join(map(str, split))}": cut[split] for kind, split in named.items()}
+    named["rectangles"] = min(splits, key=lambda split: max(Rectangles(split).arriving_cells(near)))
+    plans = {
+        f"{kind} {' x '.join(map(str, split))}": plan_halo(near, Rectangles(split), **how)
+        for kind, split in named.items()
+    }
     curve = Ordering.from_curve("hilbert", near.length, grid=grid if len(grid) > 1 else None)
     plans["Hilbert runs"] = plan_halo(near, Runs(curve, shard_lengths_for(near.length, ranks)), **how)
     titles = ("shards", "MB received", "backward", "border", "GB of memory", "backward", "how")

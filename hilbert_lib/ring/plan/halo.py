@@ -1,8 +1,8 @@
 """The rows of k and v that travel between ranks that share a grid, and their cost: pure, without a process group."""
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 from typing import ClassVar
 
@@ -61,6 +61,22 @@ class ExchangePlan:
     how: ClassVar[str]  # the way of computing it, in words
     head: ClassVar[str]  # the first lines of the table
 
+    @cached_property
+    def rows_into(self) -> list[int]:
+        """By rank: the rows that it receives."""
+        return self._rows_by(1)
+
+    @cached_property
+    def rows_out(self) -> list[int]:
+        """By rank: the rows that it sends."""
+        return self._rows_by(0)
+
+    def _rows_by(self, end: int) -> list[int]:
+        totals = [0] * self.rank_count
+        for between, count in self.rows.items():
+            totals[between[end]] += count
+        return totals
+
     def cells(self, rank: int) -> int:
         """The number of cells that a rank holds."""
         raise NotImplementedError
@@ -88,8 +104,7 @@ class ExchangePlan:
 
     def _cost(self, rank: int) -> HaloCost:
         sizes = self.sizes
-        into = sum(count for (_, to), count in self.rows.items() if to == rank)
-        out = sum(count for (source, _), count in self.rows.items() if source == rank)
+        into, out = self.rows_into[rank], self.rows_out[rank]
         cells, inner = self.cells(rank), self.interior_queries(rank)
         row_bytes = sizes.batch * (2 * sizes.row + sizes.padding)  # k, v and whether they are padded
         grad_bytes = sizes.batch * 2 * sizes.summed_row  # dk and dv
@@ -170,24 +185,30 @@ class HaloPlan(ExchangePlan):
 
     def _arriving(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         by_window = []
-        for near in dict.fromkeys(self.neighbourhoods):
-            heads = [head for head, neighbourhood in enumerate(self.neighbourhoods) if neighbourhood == near]
-            heads = torch.tensor(heads, device="cpu")
-            cells = self.shards.reached(near, rank)
-            source = self.shards.owner(self.shape, cells)
-            cells, source = cells[source != rank], source[source != rank]
-            rows = cells[:, None], heads, source[:, None]
+        for heads, cells, source in self._cells_of_others(rank):
+            rows = cells[:, None], torch.tensor(heads, device="cpu"), source[:, None]
             by_window.append([x.expand(len(cells), len(heads)).flatten() for x in rows])
         cells, heads, source = map(torch.cat, zip(*by_window, strict=True))
         order = source.argsort(stable=True)
         return cells[order], heads[order], source[order]
 
+    def _cells_of_others(self, rank: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        # For each window its KV heads, and the cells of other ranks that it reaches with the ranks that hold them.
+        for near in dict.fromkeys(self.neighbourhoods):
+            heads = [head for head, neighbourhood in enumerate(self.neighbourhoods) if neighbourhood == near]
+            cells = self.shards.reached(near, rank)
+            source = self.shards.owner(self.shape, cells)
+            yield heads, cells[source != rank], source[source != rank]
+
     @cached_property
     def rows(self) -> dict[tuple[int, int], int]:
         """The number of (cell, KV head) rows that travel, by (source, destination); without an entry none do."""
-        ranks = range(self.shards.ranks)
-        counts = [source.bincount(minlength=len(ranks)).tolist() for *_, source in self.arriving]
-        return {(source, rank): counts[rank][source] for source, rank in product(ranks, ranks) if counts[rank][source]}
+        counts: dict[tuple[int, int], int] = {}
+        for rank in range(self.shards.ranks):
+            for heads, _, source in self._cells_of_others(rank):
+                for sender, cells in zip(*(x.tolist() for x in source.unique(return_counts=True)), strict=True):
+                    counts[sender, rank] = counts.get((sender, rank), 0) + cells * len(heads)
+        return dict(sorted(counts.items()))
 
     def cells(self, rank: int) -> int:
         """The number of cells that a rank holds."""
@@ -203,8 +224,7 @@ class HaloPlan(ExchangePlan):
         if isinstance(self.shards, Rectangles):
             return [slab.sizes for slab in self.border(rank)]
         cells = self.cells(rank)  # one call, whose keys are the own ones and what arrives, by cells
-        into = sum(count for (_, to), count in self.rows.items() if to == rank)
-        return [(cells, cells + into // self.sizes.kv_heads)]
+        return [(cells, cells + self.rows_into[rank] // self.sizes.kv_heads)]
 
     def interior(self, rank: int) -> Box | None:
         """The rank's queries that see only its own keys; None without any, and for `Runs`, whose queries all wait."""

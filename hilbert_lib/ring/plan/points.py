@@ -73,8 +73,7 @@ class PointPlan(ExchangePlan):
     def borders(self, rank: int) -> list[tuple[int, int]]:
         """Numbers of queries and of keys of the call that waits for rows of other ranks, if there is one."""
         _, _, queries, keys, _ = self.counts[rank]
-        into = sum(count for (_, to), count in self.points_that_travel.items() if to == rank)
-        return [(queries, keys + into)] if queries else []
+        return [(queries, keys + self.rows_into[rank] // self.sizes.kv_heads)] if queries else []
 
     def tables(self, rank: int) -> int:
         """Bytes of a rank's lists."""

@@ -1,7 +1,7 @@
 """The cells of a grid spread over ranks, and the cells that the windows of a rank's queries reach."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
 
@@ -111,9 +111,28 @@ class Rectangles:
         ]
         return positions(lines, neighbourhood.shape)
 
+    def arriving_cells(self, neighbourhood: Neighbourhood) -> list[int]:
+        """By rank: the number of other ranks' cells that its windows reach, from the parts of each axis alone.
+
+        >>> Rectangles((2, 2)).arriving_cells(Neighbourhood((8, 8), 3))
+        [9, 9, 9, 9]
+        """
+        shape, reached, own = neighbourhood.shape, [1], [1]
+        for n, axis in enumerate(neighbourhood.axes):
+            parts = [range(*between) for between in pairwise(self._ends(shape, n))]
+            counts = [int(line_reached(axis, queries).sum()) for queries in parts]
+            reached = [before * count for before in reached for count in counts]
+            own = [before * len(queries) for before in own for queries in parts]
+        return [all_cells - own_cells for all_cells, own_cells in zip(reached, own, strict=True)]
+
     def _ends(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        cut, count = self.cuts and self.cuts[n], self.parts[n]
-        return (0, *cut, shape[n]) if cut is not None else tuple(shape[n] * i // count for i in range(count + 1))
+        return _part_ends(shape[n], self.parts[n], self.cuts and self.cuts[n])
+
+
+@lru_cache(maxsize=64)  # a plan asks for the same axes again for every rank
+def _part_ends(side: int, count: int, cut: tuple[int, ...] | None) -> tuple[int, ...]:
+    # The cells at which the parts of an axis begin, and its end.
+    return (0, *cut, side) if cut is not None else tuple(side * i // count for i in range(count + 1))
 
 
 @lru_cache(maxsize=64)
@@ -188,18 +207,30 @@ class Runs:
 
     def reached(self, neighbourhood: Neighbourhood, rank: int) -> Tensor:
         """The positions that the windows of a rank's queries reach, ascending."""
-        queries = torch.zeros(neighbourhood.length, dtype=torch.bool, device="cpu")
-        queries[self.cells(neighbourhood.shape, rank)] = True
-        queries = queries.view(neighbourhood.shape)
+        shape, own = neighbourhood.shape, self.cells(neighbourhood.shape, rank)
+        if not len(own):
+            return own
+        # The box around the queries, and of its lines along each axis those that are reached: a grid has many more.
+        places = torch.unravel_index(own, shape)
+        box = [range(int(place.min()), int(place.max()) + 1) for place in places]
+        inside = positions_of(
+            [place - span.start for place, span in zip(places, box, strict=True)], list(map(len, box))
+        )
+        queries = torch.zeros(prod(map(len, box)), dtype=torch.bool, device="cpu")
+        queries[inside] = True
+        queries = queries.view([len(span) for span in box])
+        lines = []
         for n, axis in enumerate(neighbourhood.axes):  # a window is a product of axes, and so one goes on from the last
-            queries = _reached(axis, range(axis.cells), queries.movedim(n, 0)).movedim(0, n)
-        return queries.flatten().nonzero()[:, 0]
+            reached = _reached(axis, box[n], queries.movedim(n, 0))
+            lines.append(reached.reshape(axis.cells, -1).any(1).nonzero()[:, 0])
+            queries = reached[lines[n]].movedim(0, n)
+        return positions(lines, shape)[queries.flatten()]
 
     def _rank(self, shape: tuple[int, ...], rank: int) -> int:
         self.check(shape)
         return checks.integer("rank", rank, least=0, most=self.ranks - 1)
 
-    @property
+    @cached_property
     def _ends(self) -> tuple[int, ...]:
         return (0, *accumulate(self.lengths))
 
