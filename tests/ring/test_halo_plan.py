@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import GROUPED_WINDOWS, ORDERS, SCALE, assert_close, expected_on_grid, grids, positions, refusals, shortest
 from click.testing import CliRunner
+from counts import lines_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import mask_of
@@ -98,6 +99,25 @@ def test_rows_that_travel_are_those_that_windows_of_other_ranks_reach(case):
         out, into = (sum(n for pair, n in expected.items() if pair[end] == rank) for end in (0, 1))
         assert astuple(cost)[:5] == (len(own[rank]), out * there, into * there, into * back, out * back)
         assert cost.interior + cost.border == len(own[rank])
+
+
+@given(cases())
+def test_rectangles_can_be_compared_without_a_plan(case):
+    (near, _), shards = case
+    if isinstance(shards, Rectangles):
+        plan = plan_halo(near, shards, **SIZES)
+        assert shards.arriving_cells(near) == [count // SIZES["kv_heads"] for count in plan.rows_into]
+
+
+@pytest.mark.parametrize("shards", ["strips", "runs"])
+def test_a_plan_of_a_grid_costs_by_the_ranks_and_not_by_their_pairs(shards):
+    def lines(ranks):
+        near = Neighbourhood((ranks, 32), 5)
+        shared = Rectangles((ranks, 1)) if shards == "strips" else Runs(Ordering.linear(near.length), (32,) * ranks)
+        return lines_run(lambda: str(plan_halo(near, shared, **SIZES)), most=10**7)
+
+    lines(2)  # imports
+    assert lines(128) < 2.3 * lines(64)
 
 
 @settings(max_examples=60)

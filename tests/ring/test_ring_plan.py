@@ -288,6 +288,21 @@ def test_memory_planned_is_what_committed_rings_allocated():
     assert found > 50
 
 
+@pytest.mark.parametrize("transport", ["auto", *GATHERING])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("widest", ["of two ranks", "of all"])
+def test_planning_costs_by_the_ranks_and_not_by_their_pairs(widest, is_causal, transport):
+    def lines(ranks):
+        segments = (2**10, 2**12, 2**13 if widest == "of two ranks" else ranks * 2**12)
+        shards = shard_lengths_for(ranks * 2**12 - 5, ranks)  # no segment ends where a shard does
+        options = {"heads": 4, "kv_heads": 4, "is_causal": is_causal, "transport": transport}
+        pattern = DilatedPattern(segments, (1, 4, 8))
+        return lines_run(lambda: str(plan_of(pattern, shards, **options)), most=10**7)
+
+    lines(2)  # imports
+    assert lines(128) < 2.3 * lines(64)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_uneven_shards_balance_the_flop(is_causal):
     pattern, speeds = DilatedPattern((2048, 8192, 2**16), (1, 4, 32)), (3.0, 1.0, 2.0, 2.0)
