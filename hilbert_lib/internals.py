@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial, reduce
@@ -609,6 +609,50 @@ def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
 
 def _map_of(make: Callable, meta: dict, unread: tuple, x: object) -> list:
     return make(x, meta, *unread)
+
+
+# Triton's interpreter.
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """While it lasts, one kernel in Triton's interpreter leaves out what finds nothing, and takes a third of its time.
+
+    Triton computes each sum and product of small integers again in 64 bits to find an overflow, which no compiled
+    kernel does, and changes its language anew for each call of a function inside the kernel. Here the first is not
+    done, and the second once for each function. Results have the same bits.
+
+    Read in Triton 3.7.1: the options of the interpreter's builder, and what changes the language. Without it: the
+    interpreter as it is.
+    """
+    if WITHOUT_INTERNALS:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    builder, change = getattr(interpreter, "interpreter_builder", None), getattr(interpreter, "_patch_lang", None)
+    if change is None or not hasattr(getattr(builder, "options", None), "sanitize_overflow"):
+        yield
+        return
+    options, changes = builder.options, {}
+
+    def change_once(function: Callable) -> SimpleNamespace:
+        is_kernel = not changes
+        if function not in changes:
+            changes[function] = change(function)
+        return SimpleNamespace(restore=restore if is_kernel else lambda: None)
+
+    def restore() -> None:
+        for each in reversed(changes.values()):
+            if each is not None:
+                each.restore()
+        changes.clear()
+
+    builder.options, interpreter._patch_lang = replace(options, sanitize_overflow=False), change_once
+    try:
+        yield
+    finally:
+        builder.options, interpreter._patch_lang = options, change
 
 
 # Gluon's names.

@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -236,6 +237,38 @@ def test_without_any_private_name_outputs_and_gradients_are_the_same():
         printed[forced] = done.stdout
     assert printed["0"] == printed["1"]
     assert printed["0"].count("\n") == 5
+
+
+INTERPRETED = """
+import json
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from hilbert_lib import Neighbourhood, neighbourhood_attention
+places, changes, own = (tl, tl.core, tl.math), [], interpreter._patch_lang_core
+interpreter._patch_lang_core = lambda *arguments: changes.append(arguments) or own(*arguments)
+before = [dict(vars(each)) for each in places]
+leaves = [each.requires_grad_() for each in torch.linspace(-3, 3, 3 * 64 * 16).sin().view(3, 1, 64, 1, 16)]
+out = neighbourhood_attention(*leaves, Neighbourhood((8, 8), 3), backend="triton")
+grads = torch.autograd.grad(out.cos().sum(), leaves)
+bits = [each.flatten().tolist() for each in (out, *grads)]
+is_as_before = before == [dict(vars(each)) for each in places]
+print(json.dumps([bits, len(changes), is_as_before, interpreter.interpreter_builder.options.sanitize_overflow]))
+"""
+
+
+def test_the_interpreter_changes_its_language_once_for_a_function_and_back_and_gives_the_same_bits():
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    told = {}
+    for forced in ("0", "1"):
+        env = os.environ | {"HILBERT_WITHOUT_INTERNALS": forced, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, check=True)
+        told[forced] = json.loads(done.stdout)
+    bits, changes, is_as_before, is_sanitized = told["0"]
+    assert bits == told["1"][0]
+    assert changes * 10 < told["1"][1]
+    assert is_as_before
+    assert is_sanitized
 
 
 @pytest.mark.parametrize("is_forced", [False, True])

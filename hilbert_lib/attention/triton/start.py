@@ -51,7 +51,7 @@ PRECISION = 3  # place of that of products of float32 in a setting, None where t
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
-_loading = Lock()
+_loading, _interpreting = Lock(), Lock()
 _failed: dict[tuple, str] = {}  # the message for kernels that did not compile
 _recordings: dict[tuple, "Recording | None"] = {}  # None for a kind that came once
 _generation = 0  # of recordings: those of an earlier one are not run, whoever holds them
@@ -224,7 +224,7 @@ def start(
     device = tensors[0].device
     if triton.knobs.runtime.interpret:
         new = [x and x.creator(device)() for x in made]
-        _start(make(*new))
+        _interpret(make(*new))
         return finish(new)
     kind = _kind_of_call(tensors, options) if keep and _is_aligned(tensors) else None
     if recording := _recordings.get(kind):
@@ -264,6 +264,13 @@ def start(
 def _start(starts: Sequence[Start]) -> list:
     # Triton starts the kernels, and returns those that it compiled.
     return [begun.kernel[begun.grid](*begun.arguments, **begun.named) for begun in starts]
+
+
+def _interpret(starts: Sequence[Start]) -> None:
+    # The interpreter holds the number of a program, and changes the language, for all threads.
+    for begun in starts:
+        with _interpreting, internals.quick_interpreter():
+            begun.kernel[begun.grid](*begun.arguments, **begun.named)
 
 
 def _is_aligned(tensors: Sequence[Tensor | None]) -> bool:
@@ -421,9 +428,9 @@ def _load(compiled) -> None:
 
 
 def _renew_after_fork() -> None:
-    # In a forked child, no thread is there that could free the lock.
-    global _loading
-    _loading = Lock()
+    # In a forked child, no thread is there that could free the locks.
+    global _loading, _interpreting
+    _loading, _interpreting = Lock(), Lock()
 
 
 if hasattr(os, "register_at_fork"):  # Windows forks nothing
