@@ -42,6 +42,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
             "box_descriptors",
             "grid_forward",
             "grid_backward",
+            "wide",
             "grid_wide",
             "grid_wide_backward",
             "grid_whole",

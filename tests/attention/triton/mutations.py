@@ -10,6 +10,7 @@ GRID_MODULES = {
     "hopper.box_descriptors",
     "hopper.bias",
     "hopper.bias_tables",
+    "hopper.wide",
 }
 
 
@@ -475,7 +476,7 @@ hopper.boxes, 9: queries that see other keys of a tile than the first are left o
 hopper.grid_wide, wide 5: the second part of a row is its first columns
 -full, shared.q.high, buffer, RULES, LOW)
 +full, shared.q.high, buffer, RULES)
-hopper.grid_wide, wide 5: the second part of a box is its first columns
+hopper.wide, wide 5: the second part of a box is its first columns
 -head_at, LOW], full, parts
 +head_at, 0], full, parts
 hopper.grid_wide, wide 5: the second part of the output is written over the first
@@ -490,13 +491,13 @@ hopper.grid_wide, wide 5: a box of v is multiplied before it is there
 -    tiles.wait_full(shared.v_full, block)
 -    of_low
 +    of_low
-hopper.grid_wide_backward, many programs: the last box is multiplied before it is there
+hopper.wide, many programs: the last box is multiplied before it is there
 -        tiles.wait_full(full, block - 1)
 -        low_token
 +        low_token
-hopper.grid_wide_backward, many programs: weights are written over before the slopes are made of them
--                if block > 0:
-+                if block < 0:
+hopper.wide, many programs: weights are written over before the slopes are made of them
+-    if block > 0:
++    if block < 0:
 hopper.grid_wide_backward, wide 5: slopes are those of the box before
 -shared.slopes.index(buffer % 2)
 +shared.slopes.index((buffer + 1) % 2)
@@ -511,9 +512,9 @@ hopper.grid_wide_backward, wide 5: what is multiplied beside the first box stays
 -                acc = gl.zeros_like(acc)
 +                acc = acc
 hopper.grid_wide_backward, wide 5: keys are given back before dq is made of them
--            _give_back(shared.b_free, block)
-+            _give_back(shared.b_free, block)
-+            _give_back(shared.a_free, block)
+-            wide.give_back(shared.b_free, block)
++            wide.give_back(shared.b_free, block)
++            wide.give_back(shared.a_free, block)
 hopper.grid_wide_backward, wide 2: the high columns of dk have no mask
 -gl.where(high_weighs, high, 0.0)
 +high

@@ -145,7 +145,7 @@ def exchange_lines() -> set[str]:
     lines = set()
     for file, node in nodes():
         is_access = isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("store", "load")
-        if is_access and file == "grid_wide_backward.py":
+        if is_access and file in ("wide.py", "grid_wide_backward.py"):
             inside = {getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.func)}
             lines |= {f"{file}:{node.lineno}"} if inside & {"weights", "slopes"} else set()
     return lines

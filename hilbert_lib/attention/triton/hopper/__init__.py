@@ -22,6 +22,7 @@ grid_whole       the forward's kernel where windows are whole boxes of 128 keys
 
 At a head_dim above 128:
 
+wide                rows of two parts, and the steps of two groups of warps that share a tile
 grid_wide           the forward's kernel
 grid_wide_backward  the backward's kernel
 """

@@ -1,6 +1,4 @@
-"""Neighbourhood attention's forward by boxes at a head_dim above 128: each tile is two parts of columns.
-
-    columns of a row   | low: 0 to 127 | high: from 128 on, 64 or 128, zero past head_dim |
+"""Neighbourhood attention's forward by boxes at a head_dim above 128: each tile is two parts of columns, as in `wide`.
 
 A score is the sum of both parts' products. The output of a group takes up to 128 registers a thread, so its queries
 stay in shared memory and each product is waited for, while the other group has the tensor cores. Tiles and boxes are
@@ -15,17 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
 from hilbert_lib.attention.triton.hopper import boxes, grid_backward, grid_forward, masks, places, steps, tiles
+from hilbert_lib.attention.triton.hopper.wide import LOW, Parts, fetched
 
-LOW = gl.constexpr(128)  # columns of the first part
 # Steps as in `grid_forward`.
 MOVES = ("qb", "q0", "q1", "q2", "kb", "k0", "k1", "k2", "vb", "v0", "v1", "v2", "ob", "o0", "o1", "o2", "eb", "fb")
-
-
-class Parts(NamedTuple):
-    """Tiles in shared memory of both parts of a tensor."""
-
-    low: gl.shared_memory_descriptor  # [tiles, *box, 1, 128]
-    high: gl.shared_memory_descriptor  # [tiles, *box, 1, BLOCK_E]
 
 
 class Shared(NamedTuple):
@@ -175,13 +166,6 @@ def _fetch(low, high, corner, head_at, parts, full, stage):
     """Copy both parts of a box to a stage."""
     mbarrier.expect(full.index(stage), low.block_type.nbytes + high.block_type.nbytes)
     fetched(low, high, corner, head_at, parts, full.index(stage), stage)
-
-
-@gluon.jit
-def fetched(low, high, corner, head_at, parts, full, stage):
-    """Copy both parts of a box to one of the tiles; the barrier expects them."""
-    boxes.fetch(low, [corner[0], corner[1], corner[2], head_at, 0], full, parts.low.index(stage))
-    boxes.fetch(high, [corner[0], corner[1], corner[2], head_at, LOW], full, parts.high.index(stage))
 
 
 @gluon.jit

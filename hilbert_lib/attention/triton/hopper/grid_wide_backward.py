@@ -1,7 +1,6 @@
 """Neighbourhood attention's backward by boxes at a head_dim above 128: two groups of warps share one tile of 64 rows.
 
-A tile and each box are two parts of columns, as in `grid_wide`. One group computes weights, the other their slopes,
-each from a tensor of the tile of its own. Each box passes both:
+Tiles, boxes and steps are those of `wide`, with x, y, a, b as in `grid_backward`. Each box passes both groups:
 
     group     product of the tile and a box    makes                        adds to              reads besides
     weights   x a (scores)                     p = exp(scores - lse)        dq: dq, columns low  p: writes; slopes
@@ -9,14 +8,7 @@ each from a tensor of the tile of its own. Each box passes both:
     slopes    y b                              slopes = p (y b - delta)     dq: dq, columns high p; writes slopes
                                                                             keys: dk             p
 
-with x, y, a, b as in `grid_backward`. The tensor cores compute products of one group while the other one computes
-weights or slopes. The product for a gradient comes one box late:
-
-    weights   x a0 | p0 |       x a1, p0 b0 | p1 |        ...
-    slopes    y b0 |    | slopes0 |   y b1, slopes0 a0 |  | slopes1 | ...
-
-That is three products for dq and four for dk and dv. Nothing is added in global memory. Every barrier is one of
-`mbarrier`: before it arrives, a group joins its warps, so that all they have read was read before.
+That is three products for dq and four for dk and dv. Nothing is added in global memory.
 """
 
 from typing import NamedTuple
@@ -31,11 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hilbert_lib.attention.triton.geometry import LOG2_E
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
-from hilbert_lib.attention.triton.hopper import boxes, grid_backward, grid_wide, masks, places, steps, tiles
+from hilbert_lib.attention.triton.hopper import boxes, grid_backward, grid_wide, masks, places, steps, tiles, wide
+from hilbert_lib.attention.triton.hopper.wide import LOW
 
-LOW = grid_wide.LOW
 MOVES = grid_backward.MOVES
 
 
@@ -45,10 +36,10 @@ class Shared(NamedTuple):
     A tile has one buffer. Results leave through it: those of the weights' group through x, of the slopes' through y.
     """
 
-    x: grid_wide.Parts  # [1, ...]
-    y: grid_wide.Parts
-    a: grid_wide.Parts  # [stages, ...]
-    b: grid_wide.Parts  # [B_STAGES, ...]
+    x: wide.Parts  # [1, ...]
+    y: wide.Parts
+    a: wide.Parts  # [stages, ...]
+    b: wide.Parts  # [B_STAGES, ...]
     lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries
     delta_rows: gl.shared_memory_descriptor  # [B_STAGES, 64]
     weights: gl.shared_memory_descriptor  # [64, 64], float32
@@ -91,16 +82,16 @@ def wide_backward_kernel(
         slopes = ()
     else:
         slopes = gl.allocate_shared_memory(x_low.dtype, [2, tiles.GROUP_ROWS, tiles.GROUP_ROWS], tiles.shared_layout())
-    tile_full = _barriers(1, 1)  # [COUNT, 1]
-    tile_free = _barriers(1, 2)  # [COUNT, 1]
+    tile_full = wide.barriers(1, 1)  # [COUNT, 1]
+    tile_free = wide.barriers(1, 2)  # [COUNT, 1]
     # Rows of lse come with a, rows of delta with b: the copying warp arrives once more.
-    a_full = _barriers(STAGES, 2 if OF_KEYS else 1)  # [STAGES, 1]
-    a_free = _barriers(STAGES, 2)  # [STAGES, 1]
-    b_full = _barriers(B_STAGES, 2 if OF_KEYS else 1)  # [B_STAGES, 1]
-    b_free = _barriers(B_STAGES, 2 if OF_KEYS else 1)  # [B_STAGES, 1]
-    weights_full = _barriers(1, 1)  # [COUNT, 1]
-    weights_free = _barriers(1, 1)  # [COUNT, 1]
-    slopes_full = _barriers(2, 1)  # [COUNT, 1]
+    a_full = wide.barriers(STAGES, 2 if OF_KEYS else 1)  # [STAGES, 1]
+    a_free = wide.barriers(STAGES, 2)  # [STAGES, 1]
+    b_full = wide.barriers(B_STAGES, 2 if OF_KEYS else 1)  # [B_STAGES, 1]
+    b_free = wide.barriers(B_STAGES, 2 if OF_KEYS else 1)  # [B_STAGES, 1]
+    weights_full = wide.barriers(1, 1)  # [COUNT, 1]
+    weights_free = wide.barriers(1, 1)  # [COUNT, 1]
+    slopes_full = wide.barriers(2, 1)  # [COUNT, 1]
     shared = Shared(
         x_tiles, y_tiles, a_tiles, b_tiles, lse_rows, delta_rows, weights, slopes, tile_full, tile_free, a_full, a_free,
         b_full, b_free, weights_full, weights_free, slopes_full,
@@ -142,21 +133,6 @@ def wide_backward_kernel(
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for number in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(number), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
-def _give_back(free, block):
-    """Give the stage of a block back."""
-    STAGES: gl.constexpr = free.shape[0]
-    mbarrier.arrive(free.index(block % STAGES))
-
-
-@gluon.jit
 def _copy(
     lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES: gl.constexpr,
     EXTRA: gl.constexpr, OF_KEYS: gl.constexpr,
@@ -184,8 +160,8 @@ def _copy(
         mbarrier.expect(
             full, x[0].block_type.nbytes + x[1].block_type.nbytes + y[0].block_type.nbytes + y[1].block_type.nbytes
         )
-        grid_wide.fetched(x[0], x[1], corner, boxes.moved(head, place, x_moves), shared.x, full, 0)
-        grid_wide.fetched(y[0], y[1], corner, boxes.moved(head, place, y_moves), shared.y, full, 0)
+        wide.fetched(x[0], x[1], corner, boxes.moved(head, place, x_moves), shared.x, full, 0)
+        wide.fetched(y[0], y[1], corner, boxes.moved(head, place, y_moves), shared.y, full, 0)
         reaches = boxes.reaches_of(place, windows, axes, RULES, OF_KEYS)
         for member in range(members):
             head = place.h + member if OF_KEYS else place.g
@@ -195,47 +171,29 @@ def _copy(
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
                 corner = boxes.within(box.corner, a_first)
-                _fetch(a[0], a[1], corner, a_at, shared.a, shared.a_full, shared.a_free, block)
-                _fetch(b[0], b[1], corner, b_at, shared.b, shared.b_full, shared.b_free, block)
+                wide.fetch(a[0], a[1], corner, a_at, shared.a, shared.a_full, shared.a_free, block)
+                wide.fetch(b[0], b[1], corner, b_at, shared.b, shared.b_full, shared.b_free, block)
                 if OF_KEYS:
                     _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
                 block = tiles.counted(block + 1)
         if EXTRA:
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
-                _fetch(extra_a[0], extra_a[1], (0, 0, j), a_at, shared.a, shared.a_full, shared.a_free, block)
-                _fetch(extra_b[0], extra_b[1], (0, 0, j), b_at, shared.b, shared.b_full, shared.b_free, block)
+                wide.fetch(extra_a[0], extra_a[1], (0, 0, j), a_at, shared.a, shared.a_full, shared.a_free, block)
+                wide.fetch(extra_b[0], extra_b[1], (0, 0, j), b_at, shared.b, shared.b_full, shared.b_free, block)
                 block = tiles.counted(block + 1)
-
-
-@gluon.jit
-def _fetch(low, high, corner, head_at, ring, all_full, free, block):
-    """Copy both parts of a box to its stage of a ring, once the stage was given back."""
-    STAGES: gl.constexpr = free.shape[0]
-    if block >= STAGES:
-        tiles.wait_full(free, block - STAGES)
-    full = all_full.index(block % STAGES)
-    mbarrier.expect(full, low.block_type.nbytes + high.block_type.nbytes)
-    grid_wide.fetched(low, high, corner, head_at, ring, full, block % STAGES)
 
 
 @gluon.jit
 def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl.constexpr):
     """Store lse (to base 2) and delta of a box of queries; queries that are not computed get weight 0."""
-    STAGES: gl.constexpr = shared.a_full.shape[0]
-    B_STAGES: gl.constexpr = shared.b_full.shape[0]
     number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))  # [GROUP_ROWS]
     ranks = boxes.ranks_of(number, box.corner, RULES)
     is_query = boxes.is_there(ranks, boxes.launch_queries(axes, RULES).stop)  # [GROUP_ROWS]
     row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)  # [GROUP_ROWS]
     lse_row = grid_backward.as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
     delta_row = gl.load(delta + row, mask=is_query, other=0.0)  # [GROUP_ROWS]
-    stage = block % STAGES
-    shared.lse_rows.index(stage).store(lse_row)
-    mbarrier.arrive(shared.a_full.index(stage))
-    stage = block % B_STAGES
-    shared.delta_rows.index(stage).store(delta_row)
-    mbarrier.arrive(shared.b_full.index(stage))
+    wide.hand_rows_over(lse_row, delta_row, shared, block)
 
 
 @gluon.jit
@@ -266,14 +224,14 @@ def _weigh_queries(
         lse_row = grid_backward.as_exponent(gl.load(lse + row, mask=is_query, other=float("inf")))  # [GROUP_ROWS]
         grid_backward.await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
-        acc = _nothing(LOW)  # [GROUP_ROWS, LOW]
+        acc = wide.nothing(LOW)  # [GROUP_ROWS, LOW]
         step = (0, 0, 0)
         grid_boxes = boxes.count_of(reaches)
         box_count = grid_boxes + (gl.cdiv(extra, ROWS) if EXTRA else 0)
         for j in range(box_count):
             box = boxes.box_of(step, reaches, axes, RULES)
             tiles.wait_full(shared.a_full, block)
-            score_token = _product(shared.x, shared.a, block)  # [GROUP_ROWS, GROUP_ROWS]
+            score_token = wide.product(shared.x, shared.a, block)  # [GROUP_ROWS, GROUP_ROWS]
             if j > 0:
                 tiles.wait_full(shared.slopes_full, block - 1)
             # The first box has none before it: what is multiplied then is thrown away.
@@ -292,13 +250,13 @@ def _weigh_queries(
             mbarrier.arrive(shared.weights_full.index(0))
             acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, LOW]
             if j > 0:
-                _give_back(shared.a_free, block - 1)
+                wide.give_back(shared.a_free, block - 1)
             else:
                 acc = gl.zeros_like(acc)  # [GROUP_ROWS, LOW]
             block = tiles.counted(block + 1)
         tiles.wait_full(shared.slopes_full, block - 1)
         acc = warpgroup_mma_wait(0, deps=[_by_slopes(shared, block + 1, block - 1, acc)])  # [GROUP_ROWS, LOW]
-        _give_back(shared.a_free, block - 1)
+        wide.give_back(shared.a_free, block - 1)
         to = boxes.within(corner, queries.first)
         boxes.send(acc * scale, shared.x.low, 0, dq, to, boxes.moved(place.h, place, moves))
     tma.store_wait(0)
@@ -338,19 +296,19 @@ def _slope_queries(
         delta_row = gl.load(delta + row, mask=is_query, other=0.0)  # [GROUP_ROWS]
         grid_backward.await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
-        acc = _nothing(BLOCK_E)  # [GROUP_ROWS, BLOCK_E]
-        slopes = steps.as_operand(_nothing(ROWS), dtype, BLOCK_E)  # [GROUP_ROWS, GROUP_ROWS]
+        acc = wide.nothing(BLOCK_E)  # [GROUP_ROWS, BLOCK_E]
+        slopes = steps.as_operand(wide.nothing(ROWS), dtype, BLOCK_E)  # [GROUP_ROWS, GROUP_ROWS]
         box_count = boxes.count_of(reaches) + (gl.cdiv(extra, ROWS) if EXTRA else 0)
         for j in range(box_count):
             tiles.wait_full(shared.b_full, block)
-            product_token = _product(shared.y, shared.b, block)  # [GROUP_ROWS, GROUP_ROWS]
+            product_token = wide.product(shared.y, shared.b, block)  # [GROUP_ROWS, GROUP_ROWS]
             before = tiles.counted(gl.where(j > 0, block - 1, block))
             tiles.wait_full(shared.a_full, before)
             token = warpgroup_mma(
                 slopes, tiles.tile_of_stage(shared.a.high, before), acc, is_async=True
             )  # [GROUP_ROWS, BLOCK_E]
             products = warpgroup_mma_wait(1, deps=[product_token])  # [GROUP_ROWS, GROUP_ROWS]
-            _give_back(shared.b_free, block)
+            wide.give_back(shared.b_free, block)
             tiles.wait_full(shared.weights_full, block)
             new_slopes = shared.weights.load(SCORES) * (products - delta_row[:, None])  # [GROUP_ROWS, GROUP_ROWS]
             # The product of the last but one was waited for before these weights came.
@@ -359,7 +317,7 @@ def _slope_queries(
             mbarrier.arrive(shared.slopes_full.index(block % 2))
             acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, BLOCK_E]
             if j > 0:
-                _give_back(shared.a_free, block - 1)
+                wide.give_back(shared.a_free, block - 1)
             # Not before the wait: ptxas would make the products wait for one another.
             slopes = steps.as_operand(new_slopes, dtype, BLOCK_E)  # [GROUP_ROWS, GROUP_ROWS]
             block = tiles.counted(block + 1)
@@ -368,7 +326,7 @@ def _slope_queries(
             slopes, tiles.tile_of_stage(shared.a.high, tiles.counted(block - 1)), acc, is_async=True
         )  # [GROUP_ROWS, BLOCK_E]
         acc = warpgroup_mma_wait(0, deps=[token])  # [GROUP_ROWS, BLOCK_E]
-        _give_back(shared.a_free, block - 1)
+        wide.give_back(shared.a_free, block - 1)
         to = boxes.within(place.first, queries.first)
         boxes.send(acc * scale, shared.y.high, 0, dq, to, boxes.moved(place.h, place, moves), LOW)
     tma.store_wait(0)
@@ -398,37 +356,27 @@ def _weigh_keys(
         seers = masks.seers_of(corner, number, reaches, axes, RULES)
         grid_backward.await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
-        low, high = _nothing(LOW), _nothing(BLOCK_E)  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-        operand = steps.as_operand(_nothing(ROWS), dtype, LOW)  # [GROUP_ROWS, GROUP_ROWS]
+        low, high = wide.nothing(LOW), wide.nothing(BLOCK_E)  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
+        operand = steps.as_operand(wide.nothing(ROWS), dtype, LOW)  # [GROUP_ROWS, GROUP_ROWS]
         first_block = block
         for _member in range(group):
             step = (0, 0, 0)
             for _j in range(boxes.count_of(reaches)):
-                before = _before(block, first_block)
-                tiles.wait_full(shared.b_full, before)
-                low_token, high_token = _started(
-                    operand, low, high, shared.b, before, BLOCK_E
-                )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-                tiles.wait_full(shared.a_full, block)
-                score_token = _product(shared.x, shared.a, block)  # [GROUP_ROWS, GROUP_ROWS]
+                low, high, token = wide.begun(  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E], [GROUP_ROWS, GROUP_ROWS]
+                    operand, low, high, shared.b, shared.b_full, shared.x, shared.a, shared.a_full, block, first_block,
+                    BLOCK_E,
+                )  # fmt: skip
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
-                low, high = warpgroup_mma_wait(
-                    2, deps=[low_token, high_token]
-                )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-                _give_both_back(shared, block, first_block)
-                scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, GROUP_ROWS]
+                low, high, scores = wide.ended(
+                    low, high, token, shared, block, first_block
+                )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E], [GROUP_ROWS, GROUP_ROWS]
                 scores = masks.hidden(scores, seers, box, axes, RULES)  # [GROUP_ROWS, GROUP_ROWS]
-                stage = block % shared.lse_rows.shape[0]
-                lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [GROUP_ROWS]
-                weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])  # [GROUP_ROWS, GROUP_ROWS]
-                if block > 0:
-                    tiles.wait_full(shared.weights_free, block - 1)
-                shared.weights.store(weights)
-                mbarrier.arrive(shared.weights_full.index(0))
+                weights = wide.weights_of(scores, scale, shared, block)  # [GROUP_ROWS, GROUP_ROWS]
+                wide.hand_over(weights, shared, block)
                 operand = steps.as_operand(weights, dtype, LOW)  # [GROUP_ROWS, GROUP_ROWS]
                 block = tiles.counted(block + 1)
-        low, high = _last(
+        low, high = wide.last(
             operand, low, high, shared.b, shared.b_full, shared, block, first_block, BLOCK_E
         )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
         _write(low, high, dv, padding, moves, shared.x, place, axes, sizes, BLOCK_E, RULES, PADDING, IN_FLOAT)
@@ -443,7 +391,6 @@ def _slope_keys(
     """The slopes of the same weights, and dk."""
     heads, group, _extra, total, programs = sizes
     ROWS: gl.constexpr = tiles.GROUP_ROWS
-    SCORES: gl.constexpr = tiles.product_layout(ROWS)
     dtype: gl.constexpr = shared.x.low.dtype
     block = 0
     turn = 0
@@ -456,29 +403,21 @@ def _slope_keys(
         reaches = boxes.reaches_of(place, windows, axes, RULES, True)
         grid_backward.await_tile(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
-        low, high = _nothing(LOW), _nothing(BLOCK_E)  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-        operand = steps.as_operand(_nothing(ROWS), dtype, LOW)  # [GROUP_ROWS, GROUP_ROWS]
+        low, high = wide.nothing(LOW), wide.nothing(BLOCK_E)  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
+        operand = steps.as_operand(wide.nothing(ROWS), dtype, LOW)  # [GROUP_ROWS, GROUP_ROWS]
         first_block = block
         for _j in range(group * boxes.count_of(reaches)):
-            before = _before(block, first_block)
-            tiles.wait_full(shared.a_full, before)
-            low_token, high_token = _started(
-                operand, low, high, shared.a, before, BLOCK_E
-            )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-            tiles.wait_full(shared.b_full, block)
-            product_token = _product(shared.y, shared.b, block)  # [GROUP_ROWS, GROUP_ROWS]
-            low, high = warpgroup_mma_wait(2, deps=[low_token, high_token])  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-            _give_both_back(shared, block, first_block)
-            products = warpgroup_mma_wait(0, deps=[product_token])  # [GROUP_ROWS, GROUP_ROWS]
-            stage = block % shared.delta_rows.shape[0]
-            delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))  # [GROUP_ROWS]
-            products = products - delta_row[None, :]  # [GROUP_ROWS, GROUP_ROWS]
-            tiles.wait_full(shared.weights_full, block)
-            slopes = shared.weights.load(SCORES) * products  # [GROUP_ROWS, GROUP_ROWS]
-            mbarrier.arrive(shared.weights_free.index(0))
+            low, high, token = wide.begun(  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E], [GROUP_ROWS, GROUP_ROWS]
+                operand, low, high, shared.a, shared.a_full, shared.y, shared.b, shared.b_full, block, first_block,
+                BLOCK_E,
+            )  # fmt: skip
+            low, high, products = wide.ended(
+                low, high, token, shared, block, first_block
+            )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E], [GROUP_ROWS, GROUP_ROWS]
+            slopes = wide.slopes_of(products, shared, block)  # [GROUP_ROWS, GROUP_ROWS]
             operand = steps.as_operand(slopes, dtype, LOW)  # [GROUP_ROWS, GROUP_ROWS]
             block = tiles.counted(block + 1)
-        low, high = _last(
+        low, high = wide.last(
             operand, low, high, shared.a, shared.a_full, shared, block, first_block, BLOCK_E
         )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
         _write(
@@ -497,63 +436,6 @@ def _slope_keys(
             IN_FLOAT,
         )
     tma.store_wait(0)
-
-
-@gluon.jit
-def _nothing(COLUMNS: gl.constexpr):
-    return gl.zeros([tiles.GROUP_ROWS, COLUMNS], gl.float32, tiles.product_layout(COLUMNS))
-
-
-@gluon.jit
-def _product(tile, ring, block):
-    """The product of a tile and a box, started."""
-    ROWS: gl.constexpr = tiles.GROUP_ROWS
-    of_low = warpgroup_mma(
-        boxes.rows_of(tile.low, 0), tiles.tile_of_stage(ring.low, block).permute((1, 0)), _nothing(ROWS), use_acc=False,
-        is_async=True,
-    )  # [GROUP_ROWS, GROUP_ROWS]  # fmt: skip
-    return warpgroup_mma(
-        boxes.rows_of(tile.high, 0), tiles.tile_of_stage(ring.high, block).permute((1, 0)), of_low, is_async=True
-    )
-
-
-@gluon.jit
-def _before(block, first_block):
-    """The box before. The first one of a tile stands in for it, and is multiplied by zeros."""
-    return tiles.counted(gl.where(block > first_block, block - 1, block))
-
-
-@gluon.jit
-def _started(operand, low, high, ring, block, BLOCK_E: gl.constexpr):
-    """The products of weights or slopes and a box, added to both parts of a gradient and started."""
-    # The operand's layout is the same for products of any number of columns.
-    of_high = gl.convert_layout(
-        operand, gl.DotOperandLayout(0, tiles.product_layout(BLOCK_E), 2)
-    )  # [GROUP_ROWS, GROUP_ROWS]
-    low = warpgroup_mma(operand, tiles.tile_of_stage(ring.low, block), low, is_async=True)  # [GROUP_ROWS, LOW]
-    high = warpgroup_mma(of_high, tiles.tile_of_stage(ring.high, block), high, is_async=True)  # [GROUP_ROWS, BLOCK_E]
-    return low, high
-
-
-@gluon.jit
-def _give_both_back(shared, block, first_block):
-    """Give both stages of the box before back: what this group reads of them it has read."""
-    if block > first_block:
-        _give_back(shared.a_free, block - 1)
-        _give_back(shared.b_free, block - 1)
-
-
-@gluon.jit
-def _last(operand, low, high, ring, full, shared, block, first_block, BLOCK_E: gl.constexpr):
-    """Both parts of a gradient after the last box, where there is one."""
-    if block > first_block:
-        tiles.wait_full(full, block - 1)
-        low_token, high_token = _started(
-            operand, low, high, ring, tiles.counted(block - 1), BLOCK_E
-        )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-        low, high = warpgroup_mma_wait(0, deps=[low_token, high_token])  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E]
-        _give_both_back(shared, block, first_block)
-    return low, high
 
 
 @gluon.jit
