@@ -167,10 +167,11 @@ class ProjectedAttention(Layer):
         """Rows of in_proj for q, k and v."""
         return [heads * self.head_dim for heads in (self.num_heads, self.kv_heads, self.kv_heads)]
 
-    def project(self, tokens: Tensor) -> list[Tensor]:
+    def project(self, tokens: Tensor) -> Sequence[Tensor]:
         """q, k and v of tokens (..., embed_dim): (..., heads, head_dim) each."""
-        projected = self.in_proj(tokens).split(self.projected_sizes, dim=-1)
-        return [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
+        # Two views and not six: each takes autograd a node.
+        by_head = self.in_proj(tokens).unflatten(-1, (-1, self.head_dim))
+        return by_head.split_with_sizes([self.num_heads, self.kv_heads, self.kv_heads], -2)
 
     def make_cache(
         self,
@@ -231,12 +232,13 @@ class ProjectedAttention(Layer):
         if x.dim() not in axes or x.shape[-1] != self.embed_dim or x.shape != query.shape:
             like = "" if x is query else f", shaped like query {tuple(query.shape)}"
             raise ValueError(f"{name} must be {allowed}{like}, got shape {tuple(x.shape)}")
-        if not _is_torchs(self.in_proj):
+        in_proj = self.in_proj
+        if not _is_torchs(in_proj):
             return
-        weight = self.in_proj.weight
+        weight = in_proj.weight
         if x.device != weight.device:
             raise ValueError(f"{name} must be on the device of the parameters ({weight.device}), got {x.device}")
-        if autocast_dtype(x) != autocast_dtype(weight):
+        if x.dtype != weight.dtype and autocast_dtype(x) != autocast_dtype(weight):
             raise TypeError(f"{name} must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
 
 
