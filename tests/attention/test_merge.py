@@ -203,6 +203,17 @@ def test_pairs_of_tensors_are_added_and_rounded_once(dtype, monkeypatch):
                 assert found[1].dtype == working
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("count", [1, 4])
+def test_parts_are_added_up_and_rounded_once(count, dtype):
+    rows = pytest.importorskip("hilbert_lib.attention.triton.rows", reason="triton has no build for this platform")
+    parts = torch.randn(count, 2, 77, 3, 24, generator=torch.Generator().manual_seed(5))  # more than one tile
+    total = torch.empty(parts.shape[1:], dtype=dtype)
+    rows.start(lambda: [rows.sum_of_parts(parts, total)], (parts, total))
+    wanted = sum(parts[1:], start=parts[0])  # in this order
+    assert torch.equal(total, wanted.to(dtype))
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_rows_are_merged_to_the_last_digits():
     out, lse, at, other_out, other_lse = (

@@ -61,12 +61,10 @@ def _workspace(
 
 
 def _parts(inputs: Tensors) -> dict[str, int]:
-    # Of the gradients of extra keys, and one of their sums beside its result in half precision.
+    # Of the gradients of extra keys.
     extra_k, numbers = inputs.extra_k, 2 * parts_of_extra_keys(inputs.q.shape[1], inputs.extra_k.shape)
     if not numbers:
         return {}
-    if extra_k.element_size() < 4:
-        numbers += 1
     return {"parts of the gradients of extra keys, float32": 4 * numbers * extra_k.numel()}
 
 

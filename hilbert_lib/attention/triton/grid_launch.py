@@ -15,6 +15,7 @@ from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
 from hilbert_lib.attention.triton.grid_bias import entry_kernel, pair_kernel
 from hilbert_lib.attention.triton.limits import parts_of_extra_keys
+from hilbert_lib.attention.triton.rows import sum_of_parts
 from hilbert_lib.attention.triton.shifts import TILES, cells_of, shape_of_sums, shifts_of, tiles_of
 from hilbert_lib.attention.triton.start import Made, Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -66,28 +67,27 @@ def backward(
     dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
 ) -> Tensors:
     """Gradients of the inputs, from the merged out and lse. The bits are the same every time."""
-    in_float, given_dtype = request.part is not None and request.part.in_float, inputs.extra_k.dtype
+    in_float = request.part is not None and request.part.in_float
     sums = None if inputs.bias is None else sums_of(inputs, request)
-    grads = gradients_of(inputs, in_float)
+    made = Made(by_row(inputs.q), torch.float32), sums, *gradients_of(inputs, in_float), *totals_of(inputs)
     dout, out = as_computed(dout, out)
     inputs, lse = _computed(inputs), lse.contiguous()
 
-    def starts(delta: Tensor, sums: Tensor | None, *grads: Tensor | None) -> list[Start]:
-        grads = Tensors(*grads)
+    def starts(delta: Tensor, sums: Tensor | None, *grads_and_totals: Tensor | None) -> list[Start]:
+        grads, totals = Tensors(*grads_and_totals[:-2]), grads_and_totals[-2:]
         launches = [
             delta_of(dout, out, delta, dlse),
             of_queries(inputs, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
             of_keys(dout, inputs, lse, delta, request, grads, extra=False),
         ]
         if inputs.extra_k.shape[1]:
-            launches.append(of_keys(dout, inputs, lse, delta, request, grads, extra=True))
+            launches += of_extra_keys(dout, inputs, lse, delta, request, grads, totals)
         if sums is not None:
             launches += of_bias(dout, inputs, lse, delta, request, sums, grads.bias)
         return launches
 
     tensors = (*inputs, dout, out, lse, dlse, *tensors_of(request, out.device))
-    made = Made(by_row(inputs.q), torch.float32), sums, *grads
-    finish = partial(summed, 2, given_dtype)
+    finish = partial(with_totals, 2, -2)
     return start(starts, tensors, "grid backward", *request.options, made=made, finish=finish)
 
 
@@ -105,16 +105,19 @@ def gradients_of(inputs: Tensors, in_float: bool) -> tuple[Made | None, ...]:
     return Made(q.shape, q.dtype), Made(k.shape, key_dtype), Made(v.shape, key_dtype), of_extra, of_extra, of_bias
 
 
-def summed(first: int, dtype: torch.dtype, made: list[Tensor | None]) -> Tensors:
+def totals_of(inputs: Tensors) -> tuple[Made | None, Made | None]:
+    """The gradients of the extra keys as they are returned; None without extra keys."""
+    like = Made(inputs.extra_k.shape, inputs.extra_k.dtype) if inputs.extra_k.shape[1] else None
+    return like, like
+
+
+def with_totals(first: int, totals: int, made: list[Tensor | None]) -> Tensors:
     """The gradients, of which those of the extra keys are the sums of their parts, always in the same order.
 
-    first: number of the first gradient among the made tensors. dtype: of the extra keys.
+    first, totals: numbers of the first gradient, and of the first such sum, among the made tensors.
     """
     grads = Tensors(*made[first : first + len(Tensors._fields)])
-    if grads.extra_k is None:
-        return grads
-    extra_k, extra_v = (parts.sum(0).to(dtype) for parts in grads.extra)
-    return grads._replace(extra_k=extra_k, extra_v=extra_v)
+    return grads._replace(extra_k=made[totals], extra_v=made[totals + 1])
 
 
 def _computed(inputs: Tensors) -> Tensors:
@@ -160,6 +163,14 @@ def of_queries(
     named |= table_of_bias(inputs, request)
     named.pop("q")
     return Start(query_kernel, (tiles, q.shape[2], q.shape[0]), (q,), named)
+
+
+def of_extra_keys(
+    dout: Tensor, inputs: Tensors, lse: Tensor, delta: Tensor, request: Request, grads: Tensors, totals: tuple
+) -> list[Start]:  # fmt: skip
+    """The launches of the gradients of the extra keys: in parts, and of these the totals."""
+    parts = of_keys(dout, inputs, lse, delta, request, grads, extra=True)
+    return [parts, *(sum_of_parts(x, total) for x, total in zip(grads.extra, totals, strict=True))]
 
 
 def of_keys(

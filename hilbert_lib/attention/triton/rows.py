@@ -1,4 +1,5 @@
-"""Work on rows, each read and written once: merge or sum of two results; in place by index; in place with zero keys.
+"""Work on rows, each read and written once: merge or sum of two results; sum of parts; in place by index; in place
+with zero keys.
 
 In plain torch a merge takes some twelve kernels. By index it takes up to seventeen, as an addition does: a gather, the
 arithmetic and a scatter. With zero keys it takes six.
@@ -61,6 +62,12 @@ def add_tensors(xs: Sequence[Tensor], ys: Sequence[Tensor], dtypes: Sequence[tor
 
     totals = iter(start(starts, inputs, sum_kernel, *dtypes, made=made) if inputs else ())
     return [next(totals) if x.numel() else x.to(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+
+
+def sum_of_parts(parts: Tensor, total: Tensor) -> Start:
+    """The launch that adds float32 parts (parts, *shape) up, always in the same order, and rounds once to the total."""
+    count = total.numel()
+    return Start(parts_kernel, (triton.cdiv(count, ELEMENTS),), (parts, total, len(parts), count), {"BLOCK": ELEMENTS})
 
 
 def add_zero_keys(out: Tensor, lse: Tensor, log_count: Tensor) -> None:
@@ -159,6 +166,17 @@ def sum_kernel(x, y, total, count, BLOCK: tl.constexpr):
     addend = tl.load(x + place, mask=place < count, other=0.0).to(working)  # [BLOCK]
     addend += tl.load(y + place, mask=place < count, other=0.0).to(working)
     tl.store(total + place, addend.to(total.dtype.element_ty), mask=place < count)
+
+
+@triton.jit(do_not_specialize=["parts", "count"])
+def parts_kernel(x, total, parts, count, BLOCK: tl.constexpr):
+    """Sums of float32 parts that lie one after the other, each of `count` elements."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    at, sums = x + place, tl.zeros([BLOCK], tl.float32)  # [BLOCK] each
+    for _ in range(parts):
+        sums += tl.load(at, mask=place < count, other=0.0)
+        at += count
+    tl.store(total + place, sums.to(total.dtype.element_ty), mask=place < count)
 
 
 @triton.jit(do_not_specialize=["queries"])

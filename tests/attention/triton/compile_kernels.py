@@ -186,7 +186,7 @@ def row_kernels() -> dict[str, tuple]:
     """What merges rows and results, adds to rows and adds zero keys, of sixteen bits and of thirty-two."""
     constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": by_row.ELEMENTS // 128, "out_dim": 1, "total_dim": 1}
     constants["BLOCK"] = by_row.ELEMENTS
-    types = dict.fromkeys(("lse", "other_lse", "result_lse", "log_count"), "*fp32") | {
+    types = dict.fromkeys(("lse", "other_lse", "result_lse", "log_count", "x"), "*fp32") | {
         "first": "*i64",
         "second": "*i64",
     }
@@ -198,6 +198,7 @@ def row_kernels() -> dict[str, tuple]:
             ("zeros", by_row.zero_kernel, ("out",)),
             ("results", by_row.results_kernel, ("out", "other_out", "result")),
             ("sums", by_row.sum_kernel, ("x", "y", "total")),
+            ("parts", by_row.parts_kernel, ("total",)),
         )
         for bits, dtype in ((16, "*bf16"), (32, "*fp32"))
     }

@@ -28,7 +28,17 @@ EMULATED = {  # all that a call runs but what is decided without triton
     "hilbert_lib.internals",
     *(
         f"{PACKAGE}.{name}"
-        for name in ("geometry", "arguments", "forward", "backward", "launch", "grid", "grid_bias", "grid_launch")
+        for name in (
+            "geometry",
+            "arguments",
+            "forward",
+            "backward",
+            "launch",
+            "grid",
+            "grid_bias",
+            "grid_launch",
+            "rows",
+        )
     ),
     *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "dropout", "forward", "backward", "queries", "launch")),
     *(
@@ -349,6 +359,7 @@ SEMANTIC = SimpleNamespace(
 GLUON = SimpleNamespace(jit=jit, constexpr_function=lru_cache, language=LANGUAGE)
 TRITON = SimpleNamespace(
     jit=jit,
+    JITFunction=object,
     language=LANGUAGE,
     cdiv=lambda a, b: -(-a // b),
     knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),

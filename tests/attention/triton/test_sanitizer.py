@@ -36,7 +36,12 @@ FAMILIES = {
         "hopper.grid_whole.whole_kernel",
     },
     "decoding": {"triton.decode.decode_kernel", "triton.decode.merge_kernel"},
-    "grids": {"triton.grid.query_kernel", "triton.grid.key_kernel", "triton.backward.delta_kernel"},
+    "grids": {
+        "triton.grid.query_kernel",
+        "triton.grid.key_kernel",
+        "triton.backward.delta_kernel",
+        "triton.rows.parts_kernel",
+    },
     "merging": {"triton.merge.merge_kernel", "triton.merge.sum_kernel"},
     "by_row": {
         "triton.rows.merge_kernel",

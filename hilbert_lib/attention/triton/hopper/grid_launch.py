@@ -207,10 +207,8 @@ def backward(
         sums = Made(tables[0].shape, torch.int64)
         bounds = Made((len(inputs.bias), 3), torch.int32)
 
-    def starts(
-        delta: Tensor, sums: Tensor | None, bounds: Tensor | None, *grads_and_tables: Tensor | None
-    ) -> list[Start]:
-        grads, tables = Tensors(*grads_and_tables[:-2]), grads_and_tables[-2:]
+    def starts(delta: Tensor, sums: Tensor | None, bounds: Tensor | None, *others: Tensor | None) -> list[Start]:
+        grads, tables, totals = Tensors(*others[:-4]), others[-4:-2], others[-2:]
         of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
         of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
         if inputs.bias is None:
@@ -233,14 +231,14 @@ def backward(
                 _start(kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, table, heads, **constants)
             )
         if extra_k.shape[1]:
-            launches.append(plain.of_keys(dout, inputs, lse, delta, request, grads, extra=True))
+            launches += plain.of_extra_keys(dout, inputs, lse, delta, request, grads, totals)
         if inputs.bias is not None:
             launches.append(_of_gradient(sums, bounds, grads.bias, request))
         return launches
 
     call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
     delta, grads = Made(plain.by_row(q), torch.float32), plain.gradients_of(inputs, in_float)
-    made, finish = (delta, sums, bounds, *grads, *tables), partial(plain.summed, 3, extra_k.dtype)
+    made, finish = (delta, sums, bounds, *grads, *tables, *plain.totals_of(inputs)), partial(plain.with_totals, 3, -2)
     return start(starts, call, "grid backward on hopper", *request.options, made=made, finish=finish)
 
 
