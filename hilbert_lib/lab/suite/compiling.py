@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Self
 
 import click
+import torch
 from IPython.display import display
 
 from hilbert_lib.lab.first_pass import FAILED, TOLD, VARIABLE, first_pass
@@ -57,7 +58,7 @@ def compile_first(point: Point, records: Path, *, processes: int, gpus: int, sec
                 for file in records.glob("*.jsonl"):
                     shutil.copy(file, own)
                 order = {"cells": cells, "shared": str(shared), "own": str(own)}
-                order["environment"] = _environment(number, processes, gpus)
+                order |= {"environment": _environment(number, processes, gpus), "threads": _share_of_cores(processes)}
                 calls.append(pool.submit(run_isolated, f"{__name__}:compute_cells", [order], **limits))
             told = list(_follow(calls, shared / TOLD, point.name))
         except BaseException:
@@ -94,8 +95,10 @@ def compute_cells(order: dict) -> None:
     A cell that fails after a sweep may have missed its records: the next ones are executed all the same, since they may
     have sweeps of their own. What a cell raises before any sweep is raised.
 
-    order: cells; shared and own, the folders of all processes and of this one; environment, variables that it sets.
+    order: cells; shared and own, the folders of all processes and of this one; environment, variables that it sets;
+    threads of torch, which was loaded before.
     """
+    torch.set_num_threads(order["threads"])
     os.environ.update(order["environment"] | {VARIABLE: order["shared"]})
     os.chdir(order["own"])
     main = sys.modules["__main__"] = ModuleType("__main__")  # torch looks there for the globals of a cell's functions
@@ -127,10 +130,14 @@ def _environment(number: int, processes: int, gpus: int) -> dict[str, str]:
     """Variables of a process: its GPU, its share of the cores, and pictures that no screen shows."""
     variables = {"MPLBACKEND": "agg"}
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        variables["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, os.cpu_count() // processes))
+        variables["TORCHINDUCTOR_COMPILE_THREADS"] = str(_share_of_cores(processes))
     if gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         variables["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
     return variables
+
+
+def _share_of_cores(processes: int) -> int:
+    return max(1, os.cpu_count() // processes)
 
 
 def _follow(calls: list[Future[Ending]], told: Path, name: str) -> Iterator[str]:
