@@ -100,7 +100,7 @@ HEADLINES = (
     Headline("neighbours along a curve, by rows (%)", "{along_hilbert}, {along_raster}", COUNTED, DIRECTIONS),
     Headline("loss along a curve, in a window", "{learnt_hilbert}, {learnt_windows}", LEARNT, DIRECTIONS),
     Headline("the printed 7.95x with the same keys", "{printed_layouts}", RATIO, claim="K3"),
-    Headline("a loop over segments beside one kernel", "{made_7_95}", RATIO, CAUSES),
+    Headline("a loop over segments beside one kernel", "{loop_by_segment}", RATIO, CAUSES),
     Headline("printed times over those here", "{longer_7_95_low} to {longer_7_95_high}", SPEED, CAUSES),
     *_of_kernel("forward", 128),
     *_of_kernel("forward", 64),

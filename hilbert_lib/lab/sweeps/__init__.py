@@ -32,6 +32,7 @@ PUBLIC = {
         "committed_causes",
         "finding",
         "rebuild_printed",
+        "segment_table",
     ),
     "hilbert_lib.lab.sweeps.contexts": (
         "DECODING",

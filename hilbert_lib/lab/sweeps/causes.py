@@ -36,6 +36,15 @@ CAUSES = FAIR, CODE, KEYS, QUERIES, CLOCK, FIRST, COLD, KERNELS, ALL = (
     *("fair", "two programs", "fewer keys", "fewer queries", "no wait"),  # the clock is read before the GPU is done
     *("first call", "no warm-up", "two kernels", "all"),  # of a fresh process, where nothing is compiled
 )
+SEGMENT = "two programs, another segment"
+SEGMENTS = (
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+)  # that 7.95 may be of, by tokens: the loop makes its calls for each segment
 CALLS, PAIRS = 10, 25  # calls without warm-up, pairs after it
 
 
@@ -52,13 +61,18 @@ def rebuild_printed(
         work = {"printed": one_of("printed", name, tuple(PRINTED)), **PRINTED[name], "device": str(device)}
         work["segment"] = max(work["rate"], work["segment"] // shorter)
         work["length"] = work["segment"] * (PRINTED[name]["length"] // PRINTED[name]["segment"])
+        # Only the loop beside a kernel comes near its ratio, and so only there the segment decides.
+        segments = {max(work["rate"], segment // shorter) for segment in SEGMENTS if name == "7.95"}
+        work["other_segments"] = sorted(segments - {work["segment"]})
         work["has_kernel"] = name == "7.95" and torch.device(device).type == "cuda"  # 001 and 004 are made of torch's
         for last in (COLD, KERNELS, ALL) if work["has_kernel"] else (COLD, ALL):
             if _key(work | {"cause": last}) not in store.known:
                 ending = run_isolated(f"{__name__}:in_process", [work, last], seconds=120, on_record=store.add)
                 if ending.status != "ok":
                     raise RuntimeError(f"{name}x, {last}: {ending.status}, {ending.cause}")
-        records += [store.known[key] for cause in CAUSES if (key := _key(work | {"cause": cause})) in store.known]
+        keys = [_key(work | {"cause": cause}) for cause in CAUSES]
+        keys += [_key(work | {"cause": SEGMENT, "segment": segment}) for segment in work["other_segments"]]
+        records += [store.known[key] for key in keys if key in store.known]
     return records
 
 
@@ -70,7 +84,7 @@ def cause_table(records: Sequence[dict]) -> "pd.DataFrame":
     """
     import pandas as pd
 
-    rows = [record for record in records if record.get("kind") == "cause"]
+    rows = [record for record in records if record.get("kind") == "cause" and record["cause"] != SEGMENT]
     table = pd.DataFrame(rows, columns=["document", "printed", "segment", "cause", "ratio", "output_difference"])
     for side in ("standard_ms", "hilbert_ms"):
         table[side] = [float(np.median(record[side])) for record in rows]
@@ -82,6 +96,26 @@ def cause_table(records: Sequence[dict]) -> "pd.DataFrame":
         (record["standard_ms"][0] - record["hilbert_ms"][0]) / (record["ms"][0] - record["ms"][1]) for record in rows
     ]
     return table.assign(printed=table.printed.astype(float), calls=np.where(table.cause == FIRST, calls, np.nan))
+
+
+def segment_table(records: Sequence[dict]) -> "pd.DataFrame":
+    """A row for each segment, and for each machine, of a loop over segments beside one call, at the size of 7.95.
+
+    loop_ms, call_ms: medians. ratio, low, high: loop / call, and its interval. printed_ms, printed: the printed ones.
+    """
+    import pandas as pd
+
+    rows = []
+    for record in records:
+        if record.get("printed") == "7.95" and record["cause"] in (CODE, SEGMENT):
+            low, high = record["interval"]
+            medians = {"loop_ms": np.median(record["standard_ms"]), "call_ms": np.median(record["hilbert_ms"])}
+            ratio = {"ratio": record["ratio"], "low": low, "high": high}
+            printed = {"printed_ms": record["ms"][0], "printed": float(record["printed"])}
+            hardware = record["environment"]["hardware"]
+            rows.append({"segment": record["segment"], **medians, **ratio, **printed, "hardware": hardware})
+    columns = ["segment", "loop_ms", "call_ms", "ratio", "low", "high", "printed_ms", "printed", "hardware"]
+    return pd.DataFrame(rows, columns=columns).sort_values(["hardware", "segment"], ignore_index=True)
 
 
 def committed_causes() -> "tuple[pd.DataFrame, str]":
@@ -111,12 +145,10 @@ def in_process(work: dict, last: str) -> Iterator[dict]:
         for cause in (FAIR, CODE, KEYS, QUERIES, CLOCK) if last == COLD else ():
             if (cause == QUERIES and work["has_kernel"]) or (cause == CLOCK and work["device"] == "cpu"):
                 continue  # the kernel leaves no query out, and a CPU has nothing to wait for
-            pair = sides_of_cause(work, cause)
-            [clock(call) for call in pair * 2]  # warm-up
-            times = np.array([[clock(call, waits=cause != CLOCK) for call in pair] for _ in range(PAIRS)])
-            ratios = times[:, 0] / times[:, 1]
-            interval = interval_of(resampled_medians(ratios, np.random.default_rng(SEED)))
-            yield _record(work, cause, pair, times.T.tolist(), float(np.median(ratios)), interval)
+            yield _paired(work, cause, sides_of_cause(work, cause), partial(clock, waits=cause != CLOCK))
+        for segment in work["other_segments"] if last == COLD else ():
+            other = {**work, "segment": segment}
+            yield _paired(other, SEGMENT, sides_of_cause(other, CODE), clock)
         if last == COLD:
             yield _record(work, FIRST, sides, cold, cold[0][0] / cold[1][0])
         yield _record(work, last, sides, cold, sum(cold[0]) / sum(cold[1]))
@@ -164,7 +196,7 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, segment: int, step
 
 
 def _key(record: dict) -> tuple | None:
-    names = ("printed", "length", "device", "cause")
+    names = ("printed", "length", "segment", "device", "cause")
     return tuple(record[name] for name in names) if "printed" in record else None
 
 
@@ -175,6 +207,15 @@ def _ms(device: str, call: Callable[[], Tensor], *, waits: bool = True) -> float
     if device != "cpu":
         torch.cuda.synchronize(device)
     return 1e3 * (time.perf_counter() - start) if waits else took
+
+
+def _paired(work: dict, cause: str, pair: tuple, clock: Callable[..., float]) -> dict:
+    # The record of two calls in turn, after a warm-up.
+    [clock(call) for call in pair * 2]
+    times = np.array([[clock(call) for call in pair] for _ in range(PAIRS)])
+    ratios = times[:, 0] / times[:, 1]
+    interval = interval_of(resampled_medians(ratios, np.random.default_rng(SEED)))
+    return _record(work, cause, pair, times.T.tolist(), float(np.median(ratios)), interval)
 
 
 def _record(work: dict, cause: str, sides: tuple, samples: list, ratio: float, interval: tuple | None = None) -> dict:

@@ -5,9 +5,11 @@ import re
 import statistics
 from math import inf, nan
 
+import pandas as pd
 import pytest
 
 from hilbert_lib.lab.cache.points import count_recall
+from hilbert_lib.lab.ledger import numbers as ledger_numbers
 from hilbert_lib.lab.ledger.answer import ROOT, answers
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
@@ -274,3 +276,10 @@ def test_no_record_names_a_folder_of_the_machine_that_made_it():
             text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
             found = re.findall(r"\W((?:/|\.\./)(?:tmp|home|root|work|mnt)/\w+)", text)
             assert not found, (path.name, found[:3])
+
+
+def test_the_loop_over_segments_has_a_ratio_for_each_segment():
+    rows = [(512, 11.04), (128, 39.2), (1024, 5.36), (1024, 8.13), (4096, 1.6)]
+    table = pd.DataFrame(rows, columns=["segment", "ratio"])
+    said = "39 times as long at 128, 11 at 512, 5.4 to 8.1 at 1,024, 1.6 at 4,096"
+    assert ledger_numbers._by_segment(table) == said

@@ -1,6 +1,7 @@
 """Why the documents' ratios came out: each cause changes what it says, and nothing else."""
 
 import os
+import statistics
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ from hilbert_lib.lab.sweeps.causes import ALL, CODE, COLD, FAIR, FIRST, KERNELS,
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 WORK = {"printed": "7.95", "document": "000", "length": 64, "segment": 32, "rate": 4, "heads": 1, "ms": (9.0, 1.0)}
+WORK |= {"other_segments": []}
 WORK |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
 
 
@@ -66,6 +68,35 @@ def test_each_cause_is_measured_once_in_processes_of_its_own(tmp_path, monkeypat
     assert table.calls[FIRST] == pytest.approx(excess / (91.64 - 34.46))
     monkeypatch.setattr(causes, "run_isolated", None)
     assert causes.rebuild_printed(["2.66"], **run) == records
+
+
+def test_of_7_95_the_loop_has_a_row_for_each_segment(calls_are_copied):
+    records = causes.rebuild_printed(["7.95"], device="cpu", shorter=16)
+    assert [record["cause"] for record in records].count(causes.SEGMENT) == 2
+    rows = causes.segment_table(records)
+    assert rows.segment.tolist() == [64, 128, 256]  # none is shorter than the dilation rate
+    assert rows.ratio.between(rows.low, rows.high).all()
+    assert (rows.printed_ms == 138.66).all()
+    other = next(record for record in records if record["cause"] == causes.SEGMENT)
+    assert other["output_difference"] < 1e-5  # both sides have one function
+    by_hand = [a / b for a, b in zip(other["standard_ms"], other["hilbert_ms"], strict=True)]
+    assert other["ratio"] == pytest.approx(statistics.median(by_hand))
+    figure = causes.cause_table(records)
+    assert causes.SEGMENT not in set(figure.cause)  # whose bars are of one segment
+
+
+def test_each_segment_is_of_its_own_sides(monkeypatch):
+    def sides_of(work, cause):
+        seen.append((work["segment"], cause))
+        return (lambda: torch.ones(1),) * 2
+
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(causes, "sides_of_cause", sides_of)
+    work = {**WORK, "device": "cpu", "has_kernel": False, "other_segments": [8, 16]}
+    records = [record for record in causes.in_process(work, COLD) if record["cause"] == causes.SEGMENT]
+    assert [record["segment"] for record in records] == [8, 16]
+    assert seen[-2:] == [(8, CODE), (16, CODE)]
 
 
 def test_the_finding_is_the_cause_that_alone_comes_nearest():
