@@ -11,7 +11,12 @@ DIGITS = 3
 
 
 def show_table(
-    table: pd.DataFrame | pd.Series, columns: Mapping[str, str] | None = None, *, digits: int = DIGITS, title: str = ""
+    table: pd.DataFrame | pd.Series,
+    columns: Mapping[str, str] | None = None,
+    *,
+    digits: int = DIGITS,
+    title: str = "",
+    fold: str = "",
 ) -> None:
     """Display a table as HTML below a cell.
 
@@ -20,6 +25,7 @@ def show_table(
         columns: the heading of each column that is shown, with its unit, in this order; by default all, by their names.
         digits: significant digits of a number that is no integer. A larger number keeps its whole part.
         title: a line above.
+        fold: the line in whose place the table opens at a click; by default it is open.
 
     Raises:
         ValueError: for a column that the table lacks.
@@ -27,11 +33,16 @@ def show_table(
     >>> show_table(pd.DataFrame({"ms": [1234.56]}), {"ms": "time [ms]"}, title="a call")
     <IPython.core.display.HTML object>
     """
-    display(HTML(table_html(table, columns, digits=digits, title=title)))
+    display(HTML(table_html(table, columns, digits=digits, title=title, fold=fold)))
 
 
 def table_html(
-    table: pd.DataFrame | pd.Series, columns: Mapping[str, str] | None = None, *, digits: int = DIGITS, title: str = ""
+    table: pd.DataFrame | pd.Series,
+    columns: Mapping[str, str] | None = None,
+    *,
+    digits: int = DIGITS,
+    title: str = "",
+    fold: str = "",
 ) -> str:
     """The HTML of `show_table`."""
     table = table.to_frame() if isinstance(table, pd.Series) else table
@@ -42,7 +53,8 @@ def table_html(
         raise ValueError(f"columns must be of the table's ({', '.join(map(str, table))}), got {', '.join(missing)}")
     shown = table[[*columns]].map(lambda value: plain(value, digits))
     html = shown.rename(columns=columns).rename_axis(columns=None).to_html(index=False, border=0)
-    return (f"<b>{title}</b>" if title else "") + html
+    html = (f"<b>{title}</b>" if title else "") + html
+    return f"<details><summary>{fold}</summary>{html}</details>" if fold else html
 
 
 def plain(value: object, digits: int = DIGITS) -> str:

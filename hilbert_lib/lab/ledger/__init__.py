@@ -21,7 +21,7 @@ numbers     the numbers that README and notebooks tell, by name, in sentences wr
 from hilbert_lib.lazy import lazily
 
 PUBLIC = {
-    "hilbert_lib.lab.ledger.answer": ("answers", "judged", "ledger_table", "ratio_cases", "standing"),
+    "hilbert_lib.lab.ledger.answer": ("answers", "case_summary", "judged", "ledger_table", "ratio_cases", "standing"),
     "hilbert_lib.lab.ledger.claims": ("LEDGER",),
     "hilbert_lib.lab.ledger.documents": ("claim_table",),
     "hilbert_lib.lab.ledger.in_print": ("publication_table", "strided_rates", "timed_pairs"),

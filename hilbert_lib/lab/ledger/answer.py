@@ -19,6 +19,8 @@ from hilbert_lib.lab.tables import sides_of
 ROOT = REPORTS.parent
 NOT_YET = "not tested yet"  # the verdict where no record holds a case
 JUDGED = ["claimed_least", "claimed_most", "as_claimed"]
+OUTCOMES = "as claimed", "below the claimed range", "above it", "across an end of it"
+FEW = 12  # rows that are read at once
 MOST = 0.85  # share of the cases under a condition that hold, and of the others that do not
 
 
@@ -200,6 +202,28 @@ def ledger_table(answers: Iterable[Answer]) -> pd.DataFrame:
 def _note(answer: Answer) -> str:
     left_out = f"not judged: {answer.unjudged}" if answer.unjudged else ""
     return "; ".join(filter(None, (answer.claim.note, left_out)))
+
+
+def case_summary(cases: pd.DataFrame) -> pd.DataFrame:
+    """Judged cases counted by their outcome: where the interval of each lies, beside the range that is claimed for it.
+
+    Columns: outcome, cases, lowest, median, highest; and the columns of words by which cases differ, where a row for
+    each makes no more than a dozen.
+
+    >>> cases = pd.DataFrame({"value": [0.3, 0.0, 0.1], "low": [0.3, 0.0, 0.1], "high": [0.3, 0.0, 0.1]})
+    >>> case_summary(judge(cases, [Band(least=0.2)])[1])[["outcome", "cases", "highest"]].values.tolist()
+    [['as claimed', 1, 0.3], ['below the claimed range', 2, 0.1]]
+    """
+    outcome = pd.Series(OUTCOMES[3], cases.index).mask(cases.high < cases.claimed_least, OUTCOMES[1])
+    outcome = outcome.mask(cases.low > cases.claimed_most, OUTCOMES[2]).mask(cases.as_claimed, OUTCOMES[0])
+    cases = cases.assign(outcome=pd.Categorical(outcome, OUTCOMES, ordered=True))
+    words = [name for name in cases.columns.difference(["outcome"], sort=False) if cases[name].dtype.kind in "OUT"]
+    words = [name for name in words if cases[name].nunique() > 1]
+    if len(cases[["outcome", *words]].drop_duplicates()) > FEW:
+        words = []
+    grouped = cases.groupby(["outcome", *words], observed=True, dropna=False).value
+    summary = grouped.agg(cases="size", lowest="min", median="median", highest="max").reset_index()
+    return summary.astype({"outcome": str})
 
 
 def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:

@@ -37,3 +37,10 @@ def test_an_index_with_a_name_is_a_column_and_one_without_is_none():
 )  # fmt: skip
 def test_a_number_is_plain(value, text):
     assert plain(value) == text
+
+
+def test_a_folded_table_is_behind_its_line():
+    html = table_html(TABLE, title="an H100", fold="all rows")
+    assert html.startswith("<details><summary>all rows</summary><b>an H100</b><table")
+    assert html.endswith("</table></details>")
+    assert "<details>" not in table_html(TABLE)

@@ -16,7 +16,18 @@ from hilbert_lib.lab.figures import verdict
 from hilbert_lib.lab.guarded.cases import attention_points, measure_attention
 from hilbert_lib.lab.ledger import answer as answering
 from hilbert_lib.lab.ledger import kernels
-from hilbert_lib.lab.ledger.answer import ROOT, WAITS, answer, answers, judge, ledger_table, ratio_cases
+from hilbert_lib.lab.ledger.answer import (
+    FEW,
+    OUTCOMES,
+    ROOT,
+    WAITS,
+    answer,
+    answers,
+    case_summary,
+    judge,
+    ledger_table,
+    ratio_cases,
+)
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED, Band, When
 from hilbert_lib.lab.ledger.claims import LEDGER, SUBJECTS, WAITING
 from hilbert_lib.lab.records import CAME_FROM, committed_records, read_records
@@ -340,3 +351,22 @@ def test_the_figure_shows_every_case():
     points = [each for each in axes.collections if isinstance(each, PathCollection) and each.get_label()[0] == "_"]
     assert sum(len(each.get_offsets()) for each in points) == len(cases)
     assert [label.get_text().split()[0] for label in axes.get_yticklabels()] == list(dict.fromkeys(cases.id))
+
+
+def test_every_case_of_every_claim_is_in_one_line_of_its_summary():
+    for name, answer in answers().items():
+        if answer.cases is None:
+            continue
+        summary = case_summary(answer.cases)
+        assert len(summary) <= FEW, name
+        assert summary.cases.sum() == len(answer.cases), name
+        as_claimed = summary.cases[summary.outcome == OUTCOMES[0]].sum()
+        assert as_claimed == answer.cases.as_claimed.sum(), name
+        assert (summary.lowest.min(), summary.highest.max()) == (answer.cases.value.min(), answer.cases.value.max())
+
+
+def test_a_summary_says_on_which_side_of_the_claimed_range_a_case_lies():
+    rows = [(1.3, 1.2, 1.4), (1.0, 0.9, 1.05), (2.5, 2.1, 2.6), (1.1, 1.0, 1.2), (1.9, 1.5, 2.2)]
+    cases = pd.DataFrame(rows, columns=["value", "low", "high"])
+    summary = case_summary(judge(cases, [Band(least=1.1, most=2.0)])[1])
+    assert dict(zip(summary.outcome, summary.cases, strict=True)) == dict(zip(OUTCOMES, (1, 1, 1, 2), strict=True))
