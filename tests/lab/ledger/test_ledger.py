@@ -354,15 +354,15 @@ def test_the_figure_shows_every_case():
 
 
 def test_every_case_of_every_claim_is_in_one_line_of_its_summary():
-    for name, answer in answers().items():
-        if answer.cases is None:
+    for name, found in answers().items():
+        if found.cases is None:
             continue
-        summary = case_summary(answer.cases)
+        summary = case_summary(found.cases)
         assert len(summary) <= FEW, name
-        assert summary.cases.sum() == len(answer.cases), name
+        assert summary.cases.sum() == len(found.cases), name
         as_claimed = summary.cases[summary.outcome == OUTCOMES[0]].sum()
-        assert as_claimed == answer.cases.as_claimed.sum(), name
-        assert (summary.lowest.min(), summary.highest.max()) == (answer.cases.value.min(), answer.cases.value.max())
+        assert as_claimed == found.cases.as_claimed.sum(), name
+        assert (summary.lowest.min(), summary.highest.max()) == (found.cases.value.min(), found.cases.value.max())
 
 
 def test_a_summary_says_on_which_side_of_the_claimed_range_a_case_lies():
