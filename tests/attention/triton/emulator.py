@@ -184,63 +184,82 @@ def on_registers(asm: str, constraints: str, args: list, pack: int) -> Value:
     tiles = np.broadcast_arrays(*map(raw, args))
     calls = [of_threads(x).reshape(-1, pack, 128) for x in tiles]
     registers = {f"${pack + n * pack + i}": x[:, i] for n, x in enumerate(calls) for i in range(pack)}
-    for i, constraint in enumerate(constraints.split(",")[pack:]):
-        if constraint.isdigit():  # the result takes the register of an operand
-            registers[f"${constraint}"] = registers[f"${pack + i}"]
-    for line in re.findall(r"(?:[^;{}]|\{[^;{}]*\})+;", asm):
-        run_guarded(line.strip("; \n"), registers)
+    lines, shared = lines_of(asm, constraints, pack)
+    for result, operand in shared:
+        registers[result] = registers[operand]
+    for guard, to, compute, read in lines:
+        found = compute(*[registers[x] if type(x) is str else x for x in read])
+        if guard is not None:
+            found = np.where(registers[guard], found, registers[to])
+        registers[to] = found
     return Value(of_tile(np.stack([registers[f"${i}"] for i in range(pack)], 1).reshape(-1, 128), tiles[0].shape))
 
 
-def run_guarded(line: str, registers: dict[str, np.ndarray]) -> None:
-    """Run a line of assembly for all threads of four warps, or for those for which its predicate holds."""
+@lru_cache
+def lines_of(asm: str, constraints: str, pack: int) -> tuple[list[tuple], list[tuple[str, str]]]:
+    """The lines of assembly, which run for all threads of four warps, and results that take an operand's register.
+
+    A line has the predicate of the threads for which it runs, or None; the register that it writes; the function that
+    computes it; and what this reads: names of registers, and numbers.
+    """
+    lines = []
+    for line in re.findall(r"(?:[^;{}]|\{[^;{}]*\})+;", asm):
+        lines += parsed(line.strip("; \n"))
+    operands = enumerate(constraints.split(",")[pack:])
+    return lines, [(f"${constraint}", f"${pack + i}") for i, constraint in operands if constraint.isdigit()]
+
+
+def parsed(line: str) -> list[tuple]:
+    """A line of assembly as `lines_of` has it: none that names registers, two of one that writes two of them."""
     guard = re.match(r"@(\w+) ", line)
     name, _, rest = line.removeprefix(guard[0] if guard else "").partition(" ")
+    guard = guard and guard[1]
     if name == ".reg":
-        return
+        return []
     if name == "mov.b64":
         low, high, wide = re.match(r"\{(\w+), (\w+)\}, (\w+)", rest).groups()
-        registers[low], registers[high] = registers[wide] & np.uint64(0xFFFFFFFF), registers[wide] >> np.uint64(32)
-        return
+        return [(guard, low, word, [wide]), (guard, high, lambda x: word(x >> np.uint64(32)), [wide])]
     to, *read = [x.strip() for x in rest.split(",")]
-    values = [registers[x] if x in registers else number_of(x) for x in read]
     if name.startswith("shfl.sync.bfly"):
-        values = [values[0][:, np.arange(128) ^ int(read[1])]]
-    found = {
-        "mov.b32": unsigned,
-        "xor.b32": lambda x, y: unsigned(x) ^ unsigned(y),
-        "or.b32": lambda x, y: unsigned(x) | unsigned(y),
-        "and.b32": lambda x, y: unsigned(x) & unsigned(y),
-        "add.s32": lambda x, y: unsigned(unsigned(x) + unsigned(y)),
-        "mul.wide.u32": lambda x, y: unsigned(x) * unsigned(y),
-        "setp.gt.u32": lambda x, y: unsigned(x) > unsigned(y),
-        "setp.ne.b32": lambda x, y: unsigned(x) != unsigned(y),
-        "selp.f32": lambda x, y, chosen: np.where(chosen, x, np.float32(y)),
-        "shfl.sync.bfly.b32": lambda x, *_: unsigned(x),
-        "prmt.b32": chosen_bytes,
-    }[name](*values)
-    registers[to] = np.where(registers[guard[1]], found, registers[to]) if guard else found
+        lanes = np.arange(128) ^ int(read[1])
+        return [(guard, to, lambda x: word(x[:, lanes]), read[:1])]
+    return [(guard, to, COMPUTED[name], [x if x.startswith("$") or x.isidentifier() else number_of(x) for x in read])]
 
 
-def number_of(text: str):
+def number_of(text: str) -> np.float32 | np.uint32:
     """A number as assembly writes it."""
-    return 0.0 if text == "0f00000000" else int(text, 0)
+    return np.float32(0) if text == "0f00000000" else np.uint32(int(text, 0) & 0xFFFFFFFF)
 
 
-def unsigned(words) -> np.ndarray:
-    """Words of 32 bits, in 64."""
-    return np.asarray(words).astype(np.uint32).astype(np.uint64)
+def word(x) -> np.ndarray:
+    """Words of 32 bits."""
+    return x if x.dtype == np.uint32 else x.astype(np.uint32)
 
 
 def chosen_bytes(words: np.ndarray, others: np.ndarray, selectors: np.ndarray) -> np.ndarray:
     """Bytes of words and of others, as prmt chooses them."""
-    both, found = unsigned(words) | unsigned(others) << np.uint64(32), np.zeros_like(unsigned(words))
+    both = word(words) | word(others).astype(np.uint64) << np.uint64(32)
+    found, selectors = np.zeros_like(word(words)), word(selectors)
     for byte in range(4):
-        chosen = unsigned(selectors) >> np.uint64(4 * byte) & np.uint64(15)
+        chosen = selectors >> np.uint32(4 * byte) & np.uint32(15)
         if (chosen > 7).any():
             raise Fault("prmt chooses a sign")
-        found |= (both >> chosen * np.uint64(8) & np.uint64(255)) << np.uint64(8 * byte)
+        found |= word(both >> chosen.astype(np.uint64) * np.uint64(8) & np.uint64(255)) << np.uint32(8 * byte)
     return found
+
+
+COMPUTED = {  # by the names of instructions
+    "mov.b32": word,
+    "xor.b32": lambda x, y: word(x) ^ word(y),
+    "or.b32": lambda x, y: word(x) | word(y),
+    "and.b32": lambda x, y: word(x) & word(y),
+    "add.s32": lambda x, y: word(x) + word(y),
+    "mul.wide.u32": lambda x, y: word(x).astype(np.uint64) * word(y),
+    "setp.gt.u32": lambda x, y: word(x) > word(y),
+    "setp.ne.b32": lambda x, y: word(x) != word(y),
+    "selp.f32": lambda x, y, chosen: np.where(chosen, x, y),
+    "prmt.b32": chosen_bytes,
+}
 
 
 def on_sums(asm: str, args: list, pack: int):
@@ -272,11 +291,16 @@ def of_threads(tile: np.ndarray) -> np.ndarray:
 
 def of_tile(elements: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """The tile of which `of_threads` gives these elements."""
-    places = of_threads(np.arange(shape[0] * shape[1]).reshape(shape))
     tile = np.empty(shape[0] * shape[1], elements.dtype)
-    tile[places] = elements
+    tile[places_of(shape)] = elements
     tile = tile.reshape(shape)
-    return tile.astype(np.int64) if tile.dtype == np.uint64 else tile
+    return tile.astype(np.int64) if tile.dtype == np.uint32 else tile
+
+
+@lru_cache
+def places_of(shape: tuple[int, int]) -> np.ndarray:
+    """Where in a tile each element of `of_threads` lies."""
+    return of_threads(np.arange(shape[0] * shape[1]).reshape(shape))
 
 
 def run_line(line: str, registers: dict[str, np.ndarray]) -> None:
