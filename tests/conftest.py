@@ -126,6 +126,17 @@ def calls_are_copied(monkeypatch):
 
 
 @pytest.fixture
+def kernels_are_copied(monkeypatch):
+    """Kernels of notebooks are copies of a process that has loaded torch and the figures, and so are their calls.
+
+    Not where a test is of how a kernel starts, of its death, or of who its parent is.
+    """
+    kernels = importlib.import_module("copied_kernels").shared()
+    if kernels.door is not None:
+        monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", kernels.launch)
+
+
+@pytest.fixture
 def older_objects_apart():
     """For tests that collect garbage: what others left, torch's compiler too, is gone through once for all.
 

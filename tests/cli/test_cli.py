@@ -57,6 +57,7 @@ def test_the_module_is_the_command_and_help_waits_for_no_large_package():
     assert "_HILBERT_COMPLETE=bash_source" in done.stdout
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_a_run_ends_with_its_index_and_a_second_one_reuses_it(hilbert):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     first = hilbert("run")
@@ -77,6 +78,7 @@ def test_a_run_ends_with_its_index_and_a_second_one_reuses_it(hilbert):
     assert re.search(r"^ok +00_a$", hilbert("run"), re.MULTILINE)
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_the_shards_of_a_sweep_meet_in_one_folder_with_one_table(hilbert):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     grid = ["sweep", "00_a", "-p", "seq_len", "1,2", "-p", "rates", "3;4,5"]
@@ -93,6 +95,7 @@ def test_the_shards_of_a_sweep_meet_in_one_folder_with_one_table(hilbert):
     assert hilbert(*grid, "--shard", "1/4").startswith("reused")
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_a_failing_point_is_named_and_the_rest_is_finished(hilbert):
     write_notebook(Path("notebooks"), "00_a", FAIL_AT_2, WRITE)
     grid = ["sweep", "00_a", "-p", "seq_len", "2,4", "-p", "scale", "1"]
@@ -110,6 +113,7 @@ def test_a_failing_point_is_named_and_the_rest_is_finished(hilbert):
     assert (run_folder / f"{failed}.failed" / "00_a.html").is_file()
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_values_of_command_line_file_and_folder_reach_the_notebook(hilbert):
     write_notebook(Path("notebooks"), "00_a", "assert rates == [3, 4], rates\nassert scale == 2 and causal is True")
     Path("sizes.yaml").write_text("rates: [7]\nscale: 2\n")

@@ -99,6 +99,7 @@ def kept_alone(*_arguments, **_options):
     return Ending("ok", "", (), (), 0.0, {})
 
 
+@pytest.mark.usefixtures("kernels_are_copied", "calls_are_copied")
 def test_each_case_is_computed_once_before_the_run_that_computes_and_records_all(tmp_path):
     with_cases(tmp_path, *CODE)
     words = ["--notebooks", tmp_path / "notebooks", "--out", tmp_path / "out", "--compile-first", PROCESSES]
@@ -121,6 +122,7 @@ def test_each_case_is_computed_once_before_the_run_that_computes_and_records_all
     assert sum("8 cases computed first" in line and "1 of them failed" in line for line in lines) == 1
 
 
+@pytest.mark.usefixtures("kernels_are_copied", "calls_are_copied")
 def test_what_an_earlier_attempt_has_recorded_is_not_computed_first(tmp_path, facts, capsys):
     code = [CODE[0], "assert Path('../../again').exists(), 'the first attempt ends here'", CODE[2]]
     path = with_cases(tmp_path, *code)
@@ -131,6 +133,7 @@ def test_what_an_earlier_attempt_has_recorded_is_not_computed_first(tmp_path, fa
     assert sorted(chain(*noted(tmp_path, "first"))) == [*"4567"]
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_without_the_option_and_without_a_sweep_there_is_no_first_pass(tmp_path, facts, monkeypatch, capsys):
     monkeypatch.setattr(compiling, "run_isolated", lambda *_arguments, **_options: pytest.fail("a process was started"))
     swept = Point(read_notebook(with_cases(tmp_path, *CODE)), {})
@@ -140,6 +143,7 @@ def test_without_the_option_and_without_a_sweep_there_is_no_first_pass(tmp_path,
     assert "01_b: nothing to compile first" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("kernels_are_copied", "calls_are_copied")
 def test_a_cell_that_fails_before_any_sweep_ends_the_first_pass_and_is_told_once(tmp_path, facts, capsys):
     fails = "assert not is_first_pass, 'too short'"
     point = Point(read_notebook(with_cases(tmp_path, fails, *CODE)), {})

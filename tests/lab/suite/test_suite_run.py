@@ -119,6 +119,7 @@ def test_only_a_finished_result_of_the_same_key_is_reused(tmp_path, monkeypatch,
     assert ran == [not force] * (outcome == "ok")
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_the_time_of_a_notebook_is_limited_as_a_whole(tmp_path, facts, monkeypatch):
     # Time stands still until the parameters are set; the next cell has one second left, and it is up when that is over.
     looks = chain([0] * 5, [2999] * 2, repeat(3000))
@@ -157,6 +158,7 @@ def test_a_finished_run_after_failed_ones_holds_notebook_records_and_manifest(ba
     assert manifest["start"] < manifest["end"]
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_the_time_that_a_run_took_is_right_whatever_happens_to_the_clock(tmp_path, facts, monkeypatch):
     class SetBack(datetime):
         hours = count()
@@ -173,6 +175,7 @@ def test_the_time_that_a_run_took_is_right_whatever_happens_to_the_clock(tmp_pat
     assert manifest["status"] == "ok"
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_a_failure_keeps_the_earlier_result_and_a_result_replaces_both(tmp_path, facts):
     run_folder = tmp_path / "run"
     assert runs.run_point(point_of(tmp_path, WRITE), run_folder, facts)["status"] == "ok"
@@ -185,6 +188,7 @@ def test_a_failure_keeps_the_earlier_result_and_a_result_replaces_both(tmp_path,
     assert {path.name for path in run_folder.iterdir()} == {"00_a"}
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_an_attempt_begins_with_the_records_of_the_failed_one(tmp_path, facts):
     measure = "from pathlib import Path\npath = Path(output_dir, 'results.jsonl')\n"
     measure += "before = path.read_text() if path.exists() else ''\npath.write_text(before + '{}\\n')\n"
@@ -206,6 +210,7 @@ def test_a_disk_without_room_fails_a_notebook_before_it_starts(tmp_path, facts):
     assert folders.close_abandoned(run_folder) == []
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_room_for_the_manifest_is_held_while_a_notebook_runs_and_free_when_it_ends(tmp_path, facts, monkeypatch):
     end_manifest, sizes = folders.end_manifest, []
 
@@ -390,6 +395,7 @@ def test_a_long_line_is_joined_in_time_that_grows_with_it():
     assert seconds(2**22) < 100 * max(seconds(2**18), 1e-3)  # 16, where a square would be 256 and minutes
 
 
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_a_notebook_that_prints_one_long_line_ends_well(tmp_path, facts):
     point = point_of(tmp_path, "import sys\nprint('x' * 1_000_000)\nsys.stderr.write('y' * 1_000_000)\nprint('end')")
     assert runs.run_points([point], tmp_path / "run", facts, timeout=300) == {"00_a": "ok"}
@@ -414,6 +420,7 @@ GOING = {"its folder": "Path.cwd()", "the run's folder": "Path.cwd().parent"}
 
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("what", GOING)
+@pytest.mark.usefixtures("kernels_are_copied")
 def test_a_notebook_whose_folder_goes_away_fails_alone(tmp_path, facts, capsys, what, earlier):
     point, other = (
         point_of(tmp_path, f"import shutil\nfrom pathlib import Path\nshutil.rmtree({GOING[what]})"),
