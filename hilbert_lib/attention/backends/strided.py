@@ -86,15 +86,20 @@ def backward(
 def _forward_of_all(kernel: Kernel, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # One dense attention of all rows and heads, (batch, rows, heads, head_dim) each, and lse (batch, heads, rows).
     out, lse = kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), problem)
-    return out.transpose(1, 2).to(q.dtype).contiguous(), lse.contiguous()
+    return _rows_first(out, q.dtype), lse.contiguous()
 
 
 def _backward_of_all(
     kernel: Kernel, problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
     tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    grads = kernel.backward(*tensors, lse, problem)
-    return tuple(grad.transpose(1, 2).to(q.dtype).contiguous() for grad in grads)
+    return tuple(_rows_first(grad, q.dtype) for grad in kernel.backward(*tensors, lse, problem))
+
+
+def _rows_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # (batch, heads, rows, head_dim) as results are returned. To ask for the dtype costs less than `to`.
+    x = x.transpose(1, 2)
+    return (x if x.dtype == dtype else x.to(dtype)).contiguous()
 
 
 def _gradients(kernel: Kernel, step: "Step", with_dlse: bool) -> tuple[Tensor, Tensor, Tensor]:
