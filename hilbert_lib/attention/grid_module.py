@@ -175,17 +175,17 @@ class NeighbourhoodAttention(ProjectedAttention):
             TypeError, ValueError: as `Neighbourhood` and `neighbourhood_attention`; where x is no such tensor.
         """
         refuse_tracers(x, key_padding_mask, extra, extra_padding_mask)
-        size = f"and embed_dim {self.embed_dim}"
-        self.check_tokens("x", x, (3, 4, 5), f"(batch, *grid, embed_dim), with 1 to 3 axes {size}")
+        self.check_tokens("x", x, (3, 4, 5), "(batch, *grid, embed_dim), with 1 to 3 axes and embed_dim {size}")
         if extra is not None:
-            self.check_tokens("extra", extra, (3,), f"(batch, tokens, embed_dim) {size}")
+            self.check_tokens("extra", extra, (3,), "(batch, tokens, embed_dim) and embed_dim {size}")
         if checks.boolean("return_extra", return_extra) and extra is None:
             raise ValueError("return_extra must be False where extra is None, got True")
         grid = x.shape[1:-1]
         if cache is not None:
             extra_out = True if return_extra else None
             check_cache(cache, query_box=query_box, key_padding_mask=key_padding_mask, return_extra=extra_out)
-        if self.is_spread:
+        is_spread = self.is_spread
+        if is_spread:
             self.refuse_over_ranks(query_box=query_box, key_start=key_start, cache=cache)
             self._check_windows()
         if (cache is not None or key_start is not None) and len(grid) > 1:
@@ -200,7 +200,7 @@ class NeighbourhoodAttention(ProjectedAttention):
         if self.prepare is not None:
             is_line = cache is not None or key_start is not None
             place = positions(q, cache, key_start) if is_line else tuple(grid)
-            if self.is_spread:
+            if is_spread:
                 place = self.attention.own_cells(q)
             q, k = prepared("prepare", self.prepare, q, k, place)
         options = {"extra_padding_mask": extra_padding_mask, "bias": self.relative_bias}
@@ -218,15 +218,16 @@ class NeighbourhoodAttention(ProjectedAttention):
             box, q = q.shape[1:-2], q.flatten(1, -3)
         if key_start is not None:
             options["key_start"] = key_start
-        results = self._attend(q, k, v, tuple(grid), cache, options)
+        if is_spread:
+            results = self.attention(q, k, v, **options)
+        else:
+            results = self._attend(q, k, v, tuple(grid), cache, options)
         out, *extra_out = results if return_extra else (results,)
         out = self.out_proj(out.flatten(2)).unflatten(1, box)
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
 
     def _attend(self, q, k, v, grid: tuple[int, ...], cache: KeyValueCache | None, options: dict) -> object:
-        # The results of `attend`, also of cells that follow others, and of those that ranks share.
-        if self.is_spread:
-            return self.attention(q, k, v, **options)
+        # The results of `attend`, also of cells that follow others.
         if cache is not None:
             cache.write(k, v)
             is_shared = self.rules["stride"] not in (1, (1,))  # windows end where the whole grid tells

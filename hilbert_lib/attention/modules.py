@@ -225,12 +225,14 @@ class ProjectedAttention(Layer):
     ) -> None:
         """Raise TypeError or ValueError unless an argument holds tokens that the module projects.
 
-        axes: how many it may have. allowed: such tokens in words. query: what they must be shaped like, if anything.
+        axes: how many it may have. allowed: such tokens in words, with their size as {size}. query: what they must be
+        shaped like, if anything.
         """
         checks.dense_tensor(name, x)
         query = x if query is None else query
         if x.dim() not in axes or x.shape[-1] != self.embed_dim or x.shape != query.shape:
             like = "" if x is query else f", shaped like query {tuple(query.shape)}"
+            allowed = allowed.format(size=self.embed_dim)
             raise ValueError(f"{name} must be {allowed}{like}, got shape {tuple(x.shape)}")
         in_proj = self.in_proj
         if not _is_torchs(in_proj):
@@ -504,7 +506,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
         alone = key is query and value is query and all(x is None for x in others)
         if alone and is_nested and self.batch_first:
             return self._attend_nested(query, attn_mask, is_causal), None
-        allowed = f"tokens of size {self.embed_dim} in 2 or 3 dimensions"
+        allowed = "tokens of size {size} in 2 or 3 dimensions"
         self.check_tokens("query", query, (2, 3), allowed)
         for name, x in (("key", key), ("value", value)):
             if x is not query:
