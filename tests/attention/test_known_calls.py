@@ -286,13 +286,16 @@ def test_tensors_without_elements_that_autocast_casts_are_computed_more_than_onc
 def test_no_tensor_of_a_known_call_is_held():
     alive = []
     order = Ordering.from_permutation(torch.randperm(LENGTH))
-    for options in ({"key_padding_mask": mask(0)}, {"ordering": order}):
-        pattern = NEAR if "ordering" in options else PATTERN
+    joint = dict(zip(("extra_q", "extra_k", "extra_v"), drawn(1, queries=4), strict=True))
+    for options in (joint, {"key_padding_mask": mask(0)}, {"ordering": order}):
+        pattern = PATTERN if "key_padding_mask" in options else NEAR
         tensors = drawn(0)
-        out = attend(*tensors, pattern, **options)
-        alive += [weakref.ref(x) for x in (*tensors, out, *options.values()) if isinstance(x, torch.Tensor)]
+        for _ in range(3):
+            out = attend(*tensors, pattern, **options)
+        out = out if isinstance(out, tuple) else (out,)
+        alive += [weakref.ref(x) for x in (*tensors, *out, *options.values()) if isinstance(x, torch.Tensor)]
     alive.append(weakref.ref(order.table.perm))
-    del tensors, out, options, order
+    del tensors, out, options, order, joint
     gc.collect()
     assert not [each for each in alive[:-1] if each() is not None]
 
@@ -303,6 +306,9 @@ def test_many_different_calls_grow_nothing(monkeypatch):
     for n in range(1, 30):
         dilated_attention(*x, PATTERN, scale=n / 8)
         assert 1 <= len(known_calls._calls) <= 8
+    for n in range(1, 30):  # with so many extra queries
+        attend(*x, NEAR, extra_q=x[0][:, :n], extra_k=x[1], extra_v=x[2])
+        assert 1 <= sum(map(len, known_calls._calls.values())) <= 8
     for n in range(1, 30):  # of one shape
         wide = torch.zeros(1, LENGTH, 2 * n, 8)[:, :, ::n]
         dilated_attention(wide, *x[1:], PATTERN)

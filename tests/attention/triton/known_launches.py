@@ -296,8 +296,11 @@ def changed(name: str, change: dict) -> list[str]:
     return how
 
 
+choose_any = joint_room.choose
+
+
 def choose_dense(q, k, request, name, **how):
-    return joint_choice(q, k, request, "cudnn" if name == "auto" else name, **how)
+    return choose_any(q, k, request, "cudnn" if name == "auto" else name, **how)
 
 
 def forget() -> None:
@@ -305,7 +308,8 @@ def forget() -> None:
     starting.forget()
 
 
-if __name__ == "__main__":
+def on_a_driver_that_starts_nothing() -> None:
+    """Have this process compile and start nothing, take CPUs for GPUs, and choose as on Hopper."""
     triton.runtime.driver.set_active(Given())
     triton.compiler.compile = Compiled
     triton.knobs.runtime.jit_post_compile_hook = lambda **_: None
@@ -313,7 +317,6 @@ if __name__ == "__main__":
     flags = count(1 << 40, 16)
     starting._flags.next_address = lambda *_: next(flags)
     grid_launch.multiprocessors = lambda _: 132
-    starting.Made.creator = noting_made(starting.Made.creator)
     merge.kernel_serves = zero_keys.kernel_serves = lambda _: True
     for room in (fused, fused_grid, listed_grid):
         for backend in room.BACKENDS:
@@ -325,7 +328,12 @@ if __name__ == "__main__":
     dense.dense_operators.cudnn_attention_backward = dense_backward
     for kind in (AllPairs, DilatedPattern):
         object.__setattr__(backends_for(kind)["cudnn"], "here", lambda q, request: "")
-    joint_choice, joint_room.choose = joint_room.choose, choose_dense
+    joint_room.choose = choose_dense
+
+
+if __name__ == "__main__":
+    on_a_driver_that_starts_nothing()
+    starting.Made.creator = noting_made(starting.Made.creator)
     autograd._forward_of_one = noted(autograd._forward_of_one)
     autograd._backward_of_one = noted(autograd._backward_of_one)
     for name in CALLS:
