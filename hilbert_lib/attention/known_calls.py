@@ -16,7 +16,8 @@ where an argument is of a type that is not listed here. A recording starts nothi
 graph is captured (`triton.start`): then the function of the backend runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -145,7 +146,7 @@ class KnownCall:
             return results
         if not self.starts_kernels:
             return run_forward(*self._unpacked(tensors), self.served)
-        with taped(tensors) as tape:
+        with _with_versions(), taped(tensors) as tape:
             results = run_forward(*self._unpacked(tensors), self.served)
         self.recording, self.starts_kernels = tape.recording(results), tape.has_starts
         return results
@@ -204,6 +205,19 @@ class KnownCall:
         if len(tensors) == self.input_count:
             return inputs, self.request
         return inputs, replace(self.request, lists=tensors[count:], **fields)
+
+
+@contextmanager
+def _with_versions() -> Iterator[None]:
+    """A context in which tensors that are made have versions, by which a tape sees what changed.
+
+    Inference mode makes tensors that have none.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def new_seed(device: torch.device) -> Tensor:

@@ -352,6 +352,14 @@ if __name__ == "__main__":
     told["backward changes"] = {
         f"{name}, {kind}": changed(kind, change) for name, change in BACKWARD_CHANGES.items() for kind in kinds
     }
+    told["in inference mode"] = {}
+    for name in ("grid", "union", "zero keys", "joint"):
+        forget()
+        with torch.inference_mode():
+            of_mode = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in arguments_of(name).items()}
+        for kind, arguments in (("made there", of_mode), ("made elsewhere", arguments_of(name))):
+            how = [called(name, arguments, during=torch.inference_mode)[0] for _ in range(4)]
+            told["in inference mode"][f"{name}, {kind}"] = how
     told["others"] = {name: [called(name)[0] for _ in range(4)] for name in OTHERS}
     precision = {"during": partial(setting, put_precision, "tf32", "ieee")}
     for _ in range(3):

@@ -23,12 +23,19 @@ def told():
 
 
 def test_a_third_call_starts_what_the_second_one_did_and_runs_no_function_of_a_backend(told):
-    calls = {name: each for name, each in told.items() if "changes" not in name and name not in ("forgotten", "others")}
+    others = ("changes", "backward changes", "forgotten", "others", "in inference mode")
+    calls = {name: each for name, each in told.items() if name not in others}
     assert len(calls) == 23
     for name, (how, equal, held) in calls.items():
         assert how == [["ran"] * 2] * 2 + [["replayed"] * 2] * 2, name
         assert equal == [True, True], name
         assert held == 0, f"{name}: a tensor of a call is held"
+
+
+def test_calls_in_inference_mode_are_repeated_where_they_are_of_several_starts_too(told):
+    assert len(told["in inference mode"]) == 8
+    for name, how in told["in inference mode"].items():
+        assert how == [["ran"], ["ran"], ["replayed"], ["replayed"]], name
 
 
 def test_a_call_that_does_more_than_its_starts_runs_its_function_each_time(told):
