@@ -266,9 +266,10 @@ def neighbourhood_attention(
             backend for the cells and one for these queries. A backend by name must serve both, or the call raises.
             "reference" and "eager" compute all. Of another backend, kernels for grids compute the cells, and kernels
             for sequences the extra queries over all cells. The extra queries over the extra keys are computed by the
-            same kernels, or by matrix products where these kernels do not serve the number of extra keys or their
-            mask. `explain_backend` says which. Nothing is joined to k and v, and they are read once: the results over
-            cells and over extra keys are merged by lse. On GPUs "auto" takes dense kernels first.
+            same kernels. Where these do not serve the number of extra keys or their mask, "triton" does so on a GPU,
+            and matrix products elsewhere. `explain_backend` says which. Nothing is joined to k and v, and they are read
+            once: the results over cells and over extra keys are merged by lse. On GPUs "auto" takes dense kernels
+            first.
         extra_k, extra_v: (batch, extra keys, kv_heads, head_dim), keys beside the grid that every query sees: text or
             register tokens. Their number may differ from that of the extra queries.
         key_padding_mask: (batch, seq) bool, True = no weight, also for extra queries.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.autograd import needs_gradient
-from hilbert_lib.attention.backends.all_pairs import extra_keys_refusal
+from hilbert_lib.attention.backends.all_pairs import extra_keys_server
 from hilbert_lib.attention.backends.registry import BACKENDS, backends_for
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.failures import first_that_compiles
@@ -78,7 +78,12 @@ def joint_refusal(inputs: Tensors, request: Request, name: str) -> str:
 def servers(inputs: Tensors, request: Request, name: str) -> str:
     """The backends that compute extra queries where this one is named, in words."""
     name = beside(name)
-    runs_sequences = backends_for(AllPairs)[name].serves is AllPairs  # "reference" and "eager" serve any pattern
-    if runs_sequences and extra_keys_refusal(BACKENDS[name], inputs, request):
-        return f"extra queries over the cells by {name!r}, over the extra keys by matrix products"
-    return f"extra queries by {name!r}"
+    extra_k = inputs.extra_k
+    has_parts = backends_for(AllPairs)[name].serves is AllPairs  # "reference" and "eager" serve any pattern
+    if not has_parts or extra_k is None or not extra_k.shape[1]:
+        return f"extra queries by {name!r}"
+    server = extra_keys_server(BACKENDS[name], BACKENDS["triton"], inputs, request)
+    if server is BACKENDS[name]:
+        return f"extra queries by {name!r}"
+    others = "matrix products" if server is None else repr(server.name)
+    return f"extra queries over the cells by {name!r}, over the extra keys by {others}"

@@ -3,11 +3,11 @@
     keys, key_padding_mask             -> out, lse \\
     extra keys, extra_padding_mask     -> out, lse  > merge -> out, lse -> backward of each with the merged results
 
-No tensor is joined to another. Extra keys are few. Where the backend does not serve their mask or their number, matrix
-products compute this part; `explain_backend` says so.
+No tensor is joined to another. Extra keys are few. Where the backend does not serve their mask or their number,
+"triton" computes this part on a GPU, and matrix products elsewhere; `explain_backend` says so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.backends.parts import merge_patterns
-from hilbert_lib.attention.merge import add_tensors
+from hilbert_lib.attention.merge import add_tensors, kernel_serves
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.patterns.all_pairs import AllPairs, one_segment
 
@@ -54,8 +54,11 @@ def as_counted(queries: int, k: Tensor, v: Tensor, request: Request, name: str) 
     return k, v, replace(request, key_padding_mask=mask, query_start=0)
 
 
-def by_one_segment(backend: Backend) -> Backend:
-    """The backend for `AllPairs` that runs a backend for sequences. It serves where that one serves the keys."""
+def by_one_segment(backend: Backend, plain: Backend) -> Backend:
+    """The backend for `AllPairs` that runs a backend for sequences. It serves where that one serves the keys.
+
+    plain: "triton" for sequences, whose kernels take masks.
+    """
 
     def limits(q: Tensor, request: Request) -> str:
         return backend.refusal_whatever_the_keys(q, _request(q, q, request.key_padding_mask, request))
@@ -66,9 +69,9 @@ def by_one_segment(backend: Backend) -> Backend:
     return Backend(
         serves=AllPairs,
         name=backend.name,
-        note=f"the keys by {backend.name!r} as one segment of a sequence; extra keys also, or by matrix products",
+        note=f"the keys by {backend.name!r} as one segment of a sequence; extra keys also, by 'triton' or by products",
         colour=backend.colour,
-        functions=partial(_functions, backend),
+        functions=partial(_functions, backend, plain),
         limits=limits,
         of_keys=of_keys,
         caveat=backend.caveat,
@@ -77,9 +80,9 @@ def by_one_segment(backend: Backend) -> Backend:
     )
 
 
-def _functions(backend: Backend, device: torch.device) -> tuple[Forward, Backward]:
-    of_sequences = backend.functions(device)
-    return partial(_forward, backend, of_sequences), partial(_backward, backend, of_sequences)
+def _functions(backend: Backend, plain: Backend, device: torch.device) -> tuple[Forward, Backward]:
+    parts = partial(_parts, backend, plain, backend.functions(device))
+    return partial(_forward, parts), partial(_backward, parts)
 
 
 def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_part: bool = False) -> Request:
@@ -92,7 +95,9 @@ def _request(q: Tensor, k: Tensor, mask: Tensor | None, request: Request, is_par
 _cached_segment = lru_cache(maxsize=256)(one_segment)
 
 
-def _parts(backend: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request) -> Iterator[_Part]:
+def _parts(
+    backend: Backend, plain: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request
+) -> Iterator[_Part]:
     # functions: of the backend, on the device.
     q, k, v, extra_k, *_ = inputs
     has_extra = extra_k is not None and extra_k.shape[1] > 0
@@ -103,47 +108,48 @@ def _parts(backend: Backend, functions: tuple[Forward, Backward], inputs: Tensor
     yield _Part(Tensors(q, k, v), key_request, *functions)
     if not has_extra:
         return
-    extra_inputs, extra_request = _extra_call(backend, inputs, request)
-    if _extra_refusal(backend, extra_inputs, extra_request):
+    server = extra_keys_server(backend, plain, inputs, request)
+    if server is None:
         functions = reference.forward_by_rows, reference.backward_by_rows
-    yield _Part(extra_inputs, extra_request, *functions)
+    elif server is not backend:
+        functions = server.functions(q.device)
+    yield _Part(*_extra_call(server or backend, inputs, request), *functions)
 
 
-def _extra_call(backend: Backend, inputs: Tensors, request: Request) -> tuple[Tensors, Request]:
+def _extra_call(server: Backend, inputs: Tensors, request: Request) -> tuple[Tensors, Request]:
     # The call of the extra keys along a sequence.
     q, extra_k = inputs.q, inputs.extra_k
     request = _request(q, extra_k, request.extra_padding_mask, request, is_part=True)
-    k, v, request = as_counted(q.shape[1], extra_k, inputs.extra_v, request, backend.name)
+    k, v, request = as_counted(q.shape[1], extra_k, inputs.extra_v, request, server.name)
     return Tensors(q, k, v), request
 
 
-def _extra_refusal(backend: Backend, inputs: Tensors, request: Request) -> str:
-    # The machine is not asked about: it is that of the keys.
-    return backend.refusal_of_sizes(inputs.q, inputs.k, request)
+def extra_keys_server(backend: Backend, plain: Backend, inputs: Tensors, request: Request) -> Backend | None:
+    """The backend for sequences that computes the extra keys of an `AllPairs` call; None for matrix products.
+
+    backend: that of the keys. plain: "triton", the next to be asked on a GPU.
+    """
+    extra_inputs, extra_request = _extra_call(backend, inputs, request)
+    if not backend.refusal_of_sizes(extra_inputs.q, extra_inputs.k, extra_request):  # the machine is that of the keys
+        return backend
+    if not kernel_serves(inputs.q):
+        return None
+    extra_inputs, extra_request = _extra_call(plain, inputs, request)
+    return None if plain.refusal(extra_inputs.q, extra_request, extra_inputs.k) else plain
 
 
-def extra_keys_refusal(backend: Backend, inputs: Tensors, request: Request) -> str:
-    """The reason why a backend for sequences leaves the extra keys of an `AllPairs` call to matrix products, or ""."""
-    if inputs.extra_k is None or not inputs.extra_k.shape[1]:
-        return ""
-    return _extra_refusal(backend, *_extra_call(backend, inputs, request))
-
-
-def _forward(
-    backend: Backend, functions: tuple[Forward, Backward], inputs: Tensors, request: Request
-) -> tuple[Tensor, Tensor]:
-    results = [part.forward(part.inputs, part.request) for part in _parts(backend, functions, inputs, request)]
+def _forward(parts: Callable[..., Iterator[_Part]], inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    results = [part.forward(part.inputs, part.request) for part in parts(inputs, request)]
     return results[0] if len(results) == 1 else merge_patterns(results, inputs.q.dtype)
 
 
 def _backward(
-    backend: Backend, functions: tuple[Forward, Backward], dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor,
-    request: Request, dlse: Tensor | None = None,
+    parts: Callable[..., Iterator[_Part]], dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     q_dtype = inputs.q.dtype
     dq, grads = None, []
-    parts = _parts(backend, functions, inputs, request)
-    for part, keys in zip(parts, (inputs.k, inputs.extra_k), strict=False):
+    for part, keys in zip(parts(inputs, request), (inputs.k, inputs.extra_k), strict=False):
         part_dq, dk, dv, *_ = part.backward(dout, part.inputs, out, lse, part.request, dlse=dlse)
         dq = part_dq if dq is None else add_tensors([dq], [part_dq], [q_dtype])[0]
         grads += [x if x.shape == keys.shape else x[:, : keys.shape[1]] for x in (dk, dv)]

@@ -59,10 +59,11 @@ def _serving_unions() -> dict[str, Backend]:
 
 
 def _serving_all_pairs() -> dict[str, Backend]:
-    of_any_pattern = _serving(Pattern)  # "reference" and "eager" among them
+    of_any_pattern, of_sequences = _serving(Pattern), _serving(DilatedPattern)
+    plain = of_sequences["triton"]
     return {
-        name: of_any_pattern[name] if name in ("reference", "eager") else by_one_segment(backend)
-        for name, backend in _serving(DilatedPattern).items()
+        name: of_any_pattern[name] if name in ("reference", "eager") else by_one_segment(backend, plain)
+        for name, backend in of_sequences.items()
     }
 
 

@@ -35,7 +35,7 @@ from hilbert_lib import (
     neighbourhood_attention,
 )
 from hilbert_lib.attention import api, known_calls, operators
-from hilbert_lib.attention.backends import flex
+from hilbert_lib.attention.backends import all_pairs, flex, reference
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.internals import WITHOUT_INTERNALS
@@ -269,6 +269,31 @@ def test_the_keys_of_a_backend_that_serves_no_mask_and_an_extra_mask():
     out, lse = operators.attention(joint_inputs(tensors), request, "sdpa")
     _, _, right, right_lse = call(**tensors, backend="reference")
     torch.testing.assert_close((out, lse), (right, right_lse))
+
+
+@pytest.mark.skipif(kernel_mode() != "interpreted", reason="of kernels on a CPU")
+@pytest.mark.parametrize("extra_queries", [2, 3, 9])  # fewer than extra keys, as many, more
+def test_plain_kernels_serve_a_mask_of_extra_keys_beside_a_dense_kernel(monkeypatch, extra_queries):
+    monkeypatch.setattr(all_pairs, "kernel_serves", lambda x: True)
+    for name in ("forward_by_rows", "backward_by_rows"):
+        monkeypatch.setattr(reference, name, lambda *_: pytest.fail("matrix products"))
+    tensors = {name: x.requires_grad_() for name, x in drawn(dtype=torch.float32, extra_queries=extra_queries).items()}
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    right = oracle.joint_attention(**tensors, pattern=NEAR, extra_padding_mask=mask)[2:]
+    douts = [torch.randn_like(x) for x in right]
+    inputs = joint_inputs(tensors)
+    wanted = torch.autograd.grad(right, inputs[:5], douts)
+
+    request = Request(AllPairs(), scale=8**-0.5, extra_padding_mask=mask)
+    forward, backward = backends_for(AllPairs)["sdpa"].functions(torch.device("cpu"))
+    with torch.no_grad():
+        out, lse = forward(inputs, request)
+        found = backward(douts[0].float(), inputs, out, lse, request, douts[1].float())
+    for x, y in zip((out, lse, *found[:5]), (*right, *wanted), strict=True):
+        torch.testing.assert_close(x.double(), y.double(), atol=1e-5, rtol=0)
+    q, k, v = (tensors.pop(name) for name in "qkv")
+    explained = explain_backend(q, k, v, NEAR, **tensors, extra_padding_mask=mask).reasons["eager"]
+    assert explained.endswith("extra queries over the cells by 'sdpa', over the extra keys by 'triton'")
 
 
 def vit_attention(tokens, weight, near, extra):

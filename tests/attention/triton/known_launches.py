@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention import autograd, choice, known_calls, merge, zero_keys
 from hilbert_lib.attention import joint as joint_room
-from hilbert_lib.attention.backends import dense, fused, fused_grid, listed_grid
+from hilbert_lib.attention.backends import all_pairs, dense, fused, fused_grid, listed_grid
 from hilbert_lib.attention.backends import strided as strided_views
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.rules import Rule
@@ -122,16 +122,16 @@ CALLS = {
     "lists on a grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "backend": "lists"}),
     "lists of a union": (attend, lambda: {"pattern": UNION, "backend": "lists"}),
     # Extra queries: by a dense kernel, for which this script has stand-ins, and by kernels that replay launches.
-    "joint": (neighbourhood_attention, lambda: joint() | {"extra_padding_mask": None}),
+    "joint": (neighbourhood_attention, joint),
     "joint, no extra keys": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "extra_q": drawn(length=EXTRA)}),
     "joint by one kernel": (neighbourhood_attention, lambda: joint(80) | {"backend": "triton"}),
+    "joint with a mask": (neighbourhood_attention, lambda: joint() | {"extra_padding_mask": hidden(EXTRA)}),
     "joint of a union": (attend, lambda: {"pattern": UNION, **extra_tensors()}),
 }
-# Their functions copy heads, or multiply matrices, besides: they run, and launches alone are recorded.
+# Their functions copy heads besides: they run, and launches alone are recorded.
 BY_HEADS = (NEAR, Neighbourhood((8, 16), 3))
 OTHERS = {
     "lists by heads": (neighbourhood_attention, lambda: {"neighbourhood": BY_HEADS, "backend": "lists"}),
-    "joint with a mask": (neighbourhood_attention, lambda: joint() | {"extra_padding_mask": hidden(EXTRA)}),
 }
 
 
@@ -317,7 +317,7 @@ def on_a_driver_that_starts_nothing() -> None:
     flags = count(1 << 40, 16)
     starting._flags.next_address = lambda *_: next(flags)
     grid_launch.multiprocessors = lambda _: 132
-    merge.kernel_serves = zero_keys.kernel_serves = lambda _: True
+    merge.kernel_serves = zero_keys.kernel_serves = all_pairs.kernel_serves = lambda _: True
     for room in (fused, fused_grid, listed_grid):
         for backend in room.BACKENDS:
             object.__setattr__(backend, "here", lambda q, request: "")
