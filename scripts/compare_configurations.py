@@ -1,6 +1,6 @@
 """Other tile sizes of the plain kernels beside the library's: whole calls in turn, on this GPU.
 
-What to put into `CONFIGS` of attention/triton/arguments.py, or into `ELSEWHERE` on a GPU that is no Hopper one, is seen
+What to put into `CONFIGS` of attention/triton/arguments.py, into `ON_B200` or `ELSEWHERE` on another GPU, is seen
 here; reports/HISTORY.md has what it gave. A candidate is one kernel's; the others of the call keep the library's.
 16-bit calls of up to 128 elements a row read k and v through a table, since without one Hopper's own kernels serve
 them.
@@ -17,7 +17,7 @@ import torch
 from triton import OutOfResources
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention.triton.arguments import CONFIGS, ELSEWHERE, Config, is_measured
+from hilbert_lib.attention.triton.arguments import CONFIGS, ELSEWHERE, ON_B200, Config, for_device
 from hilbert_lib.lab.pairs import Results, run_sides
 from hilbert_lib.lab.workload import Workload
 
@@ -59,8 +59,8 @@ GROUPS = {
 
 def library() -> dict[str, dict[tuple[int, int], Config]]:
     """The library's configurations for this GPU."""
-    is_hopper = is_measured(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return CONFIGS if is_hopper else ELSEWHERE
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return for_device(device, CONFIGS, ELSEWHERE, ON_B200)
 
 
 @contextmanager

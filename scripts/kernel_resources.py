@@ -47,9 +47,9 @@ def version_of_page() -> str:
     return re.search(r"Triton (\d+\.\d+\.\d+)", PAGE.read_text())[1]
 
 
-def told(target: int) -> dict[str, dict]:
-    """What the compiler says of each kernel."""
-    command = [sys.executable, "tests/attention/triton/compile_kernels.py", str(target), "portable"]
+def told(target: int, steps: str = "portable") -> dict[str, dict]:
+    """What the compiler says of each kernel. steps: "portable" for the target's own, "elsewhere" for other GPUs'."""
+    command = [sys.executable, "tests/attention/triton/compile_kernels.py", str(target), steps]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=env, cwd=ROOT)
@@ -58,9 +58,11 @@ def told(target: int) -> dict[str, dict]:
 
 @click.command(help=__doc__)
 @click.option("--target", "targets", type=click.Choice([*map(str, TARGETS)]), multiple=True, help="By default all.")
-def main(targets) -> None:
+@click.option("--elsewhere", is_flag=True, help="With the steps of GPUs that have none of their own.")
+def main(targets, elsewhere) -> None:
     click.echo(f"Triton {version('triton')}")
-    click.echo(table({target: told(target) for target in map(int, targets or TARGETS)}))
+    steps = "elsewhere" if elsewhere else "portable"
+    click.echo(table({target: told(target, steps) for target in map(int, targets or TARGETS)}))
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ CONFIGS = {
         (4, 64): Config(64, 16, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
-# The same for every other GPU. Products of mma.sync hold their operands in registers, and an RTX 3090, 4090 or 5090
-# gives a block 99 KiB of shared memory. So tiles are smaller: docs/kernels.md has what the compiler keeps in memory
-# instead of registers, for each kind of GPU.
+# The same for every other GPU but a B200. Products of mma.sync hold their operands in registers, and an RTX 3090, 4090
+# or 5090 gives a block 99 KiB of shared memory. So tiles are smaller, and at head_dim 64 and 128 in half precision no
+# register is kept in memory: docs/kernels.md has what the compiler says for each kind of GPU.
 ELSEWHERE = {
     "forward": {
         (2, 64): Config(128, 32, 8, 2), (2, 128): Config(64, 32, 8, 2), (2, 256): Config(64, 32, 8, 1),
@@ -61,6 +61,8 @@ ELSEWHERE = {
         (4, 64): Config(64, 16, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
+# The same for a B200, whose products leave their sums in a memory of their own.
+ON_B200 = ELSEWHERE | {"forward": ELSEWHERE["forward"] | {(2, 128): Config(64, 64, 8, 1)}}
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 
@@ -70,9 +72,22 @@ def is_measured(device: torch.device) -> bool:
     return get_gpu_info(device).architecture in ("Hopper", "none")
 
 
-def fitting(measured: dict, elsewhere: dict, q: Tensor, device: torch.device) -> object:
-    """The entry for q of a device's table, which is by (bytes of an element, largest head_dim)."""
-    table = measured if is_measured(device) else elsewhere
+@cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether products on a device leave their sums in a memory of their own, as on a B200. An RTX 5090 has none."""
+    capability = get_gpu_info(device).capability
+    return capability is not None and 10 <= capability[0] < 12
+
+
+def for_device(device: torch.device, measured: dict, elsewhere: dict, on_b200: dict) -> dict:
+    """That of three tables which is a device's."""
+    if is_measured(device):
+        return measured
+    return on_b200 if has_tensor_memory(device) else elsewhere
+
+
+def fitting(table: dict, q: Tensor) -> object:
+    """The entry for q of a table, which is by (bytes of an element, largest head_dim)."""
     size, head_dim = q.element_size(), q.shape[-1]
     return next(entry for (bytes_, largest), entry in table.items() if bytes_ == size and head_dim <= largest)
 
@@ -84,7 +99,7 @@ def config_of(kernel: str, q: Tensor) -> Config:
 
 def compiled_config(kernel: str, q: Tensor, device: torch.device) -> Config:
     """The same where kernels are compiled, for a device on which q need not be."""
-    return fitting(CONFIGS[kernel], ELSEWHERE[kernel], q, device)
+    return fitting(for_device(device, CONFIGS, ELSEWHERE, ON_B200)[kernel], q)
 
 
 def strides_of(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.attention.triton.arguments import as_computed, fitting, is_interpreted, strides_of
+from hilbert_lib.attention.triton.arguments import as_computed, fitting, for_device, is_interpreted, strides_of
 from hilbert_lib.attention.triton.backward import delta_kernel
 from hilbert_lib.attention.triton.decode_line import attend_in_windows
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
@@ -25,27 +25,40 @@ AXES = "012"
 ENTRIES = 32  # entries of a table of bias that a program sums up
 
 
-class Config(NamedTuple):
-    """Step sizes and warps of the kernels for one dtype and head_dim; `shifts.cells_of` are a program's cells."""
+class Steps(NamedTuple):
+    """A kernel's steps, and its warps."""
 
-    keys: int  # of a step of `query_kernel`
-    queries: int  # of a step of `key_kernel`
+    rows: int
     num_warps: int
     # With three stages Triton 3.6 computes a wrong float32 dq where rows are looked up in a table (on an H200).
     num_stages: int = 2
 
 
-INTERPRETED = Config(16, 16, 4)
+class Config(NamedTuple):
+    """Steps of the kernels for one dtype and head_dim; `shifts.cells_of` are a program's cells."""
+
+    keys: Steps  # of `query_kernel`
+    queries: Steps  # of `key_kernel`
+
+
+INTERPRETED = Config(Steps(16, 4), Steps(16, 4))
 # (bytes of an element, largest head_dim) -> configuration, for Hopper; those of float32 are the fastest of some on an
 # H200 (reports/HISTORY.md, "float32"), but past 128 columns, which were not timed.
 CONFIGS = {
-    (2, 128): Config(64, 32, 4), (2, 256): Config(32, 16, 8),
-    (4, 64): Config(32, 32, 4), (4, 128): Config(32, 32, 4), (4, 256): Config(16, 16, 8, 1),
+    (2, 128): Config(Steps(64, 4), Steps(32, 4)), (2, 256): Config(Steps(32, 8), Steps(16, 8)),
+    (4, 64): Config(Steps(32, 4), Steps(32, 4)), (4, 128): Config(Steps(32, 4), Steps(32, 4)),
+    (4, 256): Config(Steps(16, 8, 1), Steps(16, 8, 1)),
 }  # fmt: skip
-# The same for every other GPU, as `arguments.ELSEWHERE`.
+# The same for every other GPU, as `arguments.ELSEWHERE`. With two stages dk and dv at a head_dim of 64 would keep 24
+# bytes in memory whatever their steps.
 ELSEWHERE = {
-    (2, 64): Config(32, 16, 4), (2, 128): Config(32, 16, 8), (2, 256): Config(16, 16, 8),
-    (4, 64): Config(16, 16, 4), (4, 128): Config(16, 16, 4), (4, 256): Config(16, 16, 8, 1),
+    (2, 64): Config(Steps(32, 4), Steps(32, 8, 1)), (2, 128): Config(Steps(32, 8), Steps(16, 8)),
+    (2, 256): Config(Steps(16, 8), Steps(16, 8)),
+    (4, 64): Config(Steps(16, 4), Steps(16, 4)), (4, 128): Config(Steps(16, 4), Steps(16, 4)),
+    (4, 256): Config(Steps(16, 8, 1), Steps(16, 8, 1)),
+}  # fmt: skip
+ON_B200 = ELSEWHERE | {
+    (2, 64): Config(Steps(64, 8), Steps(32, 8, 1)), (2, 128): Config(Steps(32, 8), Steps(16, 4, 1)),
 }  # fmt: skip
 
 
@@ -153,8 +166,8 @@ def of_queries(
     names = {f"T{n}": cells for n, cells in zip(AXES, sides, strict=True)}
     strides = strides_of("qkvef", inputs.with_rows) | strides_of("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
-    config = config_of(q)
-    flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": config.keys, **_resources_of(config)}
+    steps = config_of(q).keys
+    flags = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": steps.rows, **_resources_of(steps)}
     flags |= {"IF_FLAG": flag is not None}
     tensors = inputs._asdict() | {"out": out, "lse": lse, "extra_padding": extra_padding(inputs, request)}
     optional = {"dout": dout, "delta": delta, "dq": dq, "flag": flag}
@@ -186,8 +199,8 @@ def of_keys(
     named |= strides_of("qkvd", (inputs.q, k, v, dout))
     named |= {"k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "dk": dk, "dv": dv, "EXTRA": extra}
     named |= {"PADDING": padding is not None, "padding": inputs.q if padding is None else padding.contiguous()}
-    config = config_of(inputs.q)
-    named |= {"BLOCK_M": config.queries, **_resources_of(config)}
+    steps = config_of(inputs.q).queries
+    named |= {"BLOCK_M": steps.rows, **_resources_of(steps)}
     named |= table_of_bias(inputs._replace(bias=None) if extra else inputs, request)
     tiles = -(-k.shape[1] // prod(sides)) * len(dk) if extra else tiles_of(request, sides, keys=True)
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
@@ -226,12 +239,12 @@ def config_of(q: Tensor) -> Config:
     """The configuration of the kernels for the dtype, the head_dim and the device of q."""
     if is_interpreted():
         return INTERPRETED
-    return fitting(CONFIGS, ELSEWHERE, q, q.device)
+    return fitting(for_device(q.device, CONFIGS, ELSEWHERE, ON_B200), q)
 
 
-def _resources_of(config: Config) -> dict[str, int]:
+def _resources_of(steps: Steps) -> dict[str, int]:
     # Triton's options.
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {"num_warps": steps.num_warps, "num_stages": steps.num_stages}
 
 
 def _sides(q: Tensor, request: Request) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from hilbert_lib.attention.triton.arguments import (
     as_asked,
     as_computed,
     fitting,
+    for_device,
     is_interpreted,
     strides_of,
 )
@@ -58,13 +59,14 @@ ELSEWHERE = {
         (4, 64): Config(32, 32, 4, 1), (4, 128): Config(16, 32, 4, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
+ON_B200 = ELSEWHERE | {"dkv": ELSEWHERE["dkv"] | {(2, 128): Config(32, 64, 4, 1)}}
 
 
 def config_of(kernel: str, q: Tensor) -> Config:
     """The configuration of a kernel for the dtype, the head_dim and the device of q."""
     if is_interpreted():
         return INTERPRETED[kernel]
-    return fitting(CONFIGS[kernel], ELSEWHERE[kernel], q, q.device)
+    return fitting(for_device(q.device, CONFIGS, ELSEWHERE, ON_B200)[kernel], q)
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:

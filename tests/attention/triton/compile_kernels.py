@@ -90,8 +90,9 @@ ATTENTION_FLAGS = {
 
 
 def configure(architecture: int) -> None:
-    """Gives the launches the steps of an architecture, since they ask for a GPU's."""
+    """Gives the launches the steps of an architecture, since they ask for a GPU's; 0 has none of its own."""
     arguments.is_measured = lambda device: architecture == 90
+    arguments.has_tensor_memory = lambda device: architecture == 100
 
 
 def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int):
@@ -486,7 +487,10 @@ def kernels_for(architecture: int) -> dict[str, tuple]:
 
 
 def portable_kernels(architecture: int) -> dict[str, tuple]:
-    """The plain kernels that any GPU runs, in bfloat16, of each kind of pattern: plain calls, and calls with all."""
+    """The plain kernels that any GPU runs, in bfloat16, of each kind of pattern: plain calls, and calls with all.
+
+    architecture: whose steps they have, as `configure` takes it.
+    """
     configure(architecture)
     with_all = dict.fromkeys(("PADDING", "GATHER"), True)
     of_sequences = {
@@ -617,9 +621,10 @@ if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True  # to standard output
     if sys.argv[1:]:
         architecture, which = int(sys.argv[1]), sys.argv[2]
-        if which == "portable":
+        if which in ("portable", "elsewhere"):
             wanted = tuple(sys.argv[3:]) or ("",)
-            calls = {name: x for name, x in portable_kernels(architecture).items() if name.startswith(wanted)}
+            found = portable_kernels(architecture if which == "portable" else 0)
+            calls = {name: x for name, x in found.items() if name.startswith(wanted)}
         else:
             calls = kernels_for(architecture)
         if which == "sample":

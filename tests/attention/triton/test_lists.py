@@ -165,7 +165,8 @@ def test_lists_by_kernels_are_those_by_comparison(kind, monkeypatch):
 def test_configurations_of_gpus_equal_the_oracle(kernel, dtype, monkeypatch):
     """Of each kernel, all that a GPU is given; the interpreter has its own."""
     torch.manual_seed(2)
-    for (size, head_dim), config in chain(launch.CONFIGS[kernel].items(), launch.ELSEWHERE[kernel].items()):
+    tables = launch.CONFIGS, launch.ELSEWHERE, launch.ON_B200
+    for (size, head_dim), config in chain.from_iterable(table[kernel].items() for table in tables):
         if size == dtype.itemsize:
             others = launch.INTERPRETED if DEVICE == "cpu" else {}
             monkeypatch.setattr(launch, "INTERPRETED", others | {kernel: config})
