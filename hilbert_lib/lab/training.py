@@ -45,13 +45,12 @@ def fit(training: Training, *, device: torch.device | str) -> tuple[nn.Module, d
     seed = training.parameters["seed"]
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
-        model = training.make().to(device)
-        start = time.perf_counter()
-        losses = _learn(model, training, generator)
-        seconds = time.perf_counter() - start
-        with torch.no_grad():
-            held_out = training.held_out(model).float()
+    model = training.make().to(device)
+    start = time.perf_counter()
+    losses = _learn(model, training, generator, device)
+    seconds = time.perf_counter() - start
+    with torch.no_grad(), _precision(device):
+        held_out = training.held_out(model).float()
     record = {
         "kind": KIND,
         "name": training.name,
@@ -103,7 +102,12 @@ def curve_table(records: list[dict], sweep: str):
     return pd.DataFrame(points)
 
 
-def _learn(model: nn.Module, training: Training, generator: torch.Generator) -> list[float]:
+def _precision(device: torch.device) -> torch.autocast:
+    # Entered anew in each step: until it is left it keeps the weights in half precision as they were at first.
+    return torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
+
+
+def _learn(model: nn.Module, training: Training, generator: torch.Generator, device: torch.device) -> list[float]:
     # The loss of each step.
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -111,7 +115,8 @@ def _learn(model: nn.Module, training: Training, generator: torch.Generator) -> 
     )
     losses = []
     for _ in range(training.steps):
-        loss = training.loss(model, generator)
+        with _precision(device):
+            loss = training.loss(model, generator)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

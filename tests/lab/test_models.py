@@ -5,6 +5,7 @@ import torch
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.lab import samples
+from hilbert_lib.lab import training as trainer
 from hilbert_lib.lab.models import AlongSequence, ByteModel, PictureModel, SlideModel, rollout, rotary
 from hilbert_lib.lab.records import RESULTS, read_records
 from hilbert_lib.lab.sweeps import learning
@@ -137,6 +138,16 @@ def test_a_model_learns_and_a_seed_gives_the_same_record():
     assert first["loss"] < 0.1 * first["curve"][0][1]
     assert (first["loss"], first["curve"]) == (again["loss"], again["curve"])
     assert fit(line(1), device="cpu")[1]["loss"] != first["loss"]
+
+
+def test_a_step_in_half_precision_reads_the_weights_that_it_has_learnt(monkeypatch):
+    """As on a GPU: autocast keeps the first weights in half precision until it is left."""
+    monkeypatch.setattr(trainer, "_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+    _, record = fit(line(0), device="cpu")
+    assert record["loss"] < 0.1 * record["curve"][0][1]
+    with torch.autocast("cpu", torch.bfloat16):  # around all steps it would learn nothing
+        _, record = fit(line(0), device="cpu")
+    assert record["loss"] > 0.5 * record["curve"][0][1]
 
 
 def test_what_is_in_the_folder_is_not_trained_again(tmp_path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import attend
@@ -236,6 +236,7 @@ def _window_rule(points: PointNeighbourhood, order: Tensor) -> Callable:
     shifts = [sum(bits[:axis]) for axis in range(len(bits))]
     codes = sum(line << shift for line, shift in zip(cells.unbind(1), shifts, strict=True))
     codes = codes.int() if sum(bits) < 32 else codes
+    codes = pad(codes, (0, FLEX_BLOCK))  # FlexAttention may ask for places past the last of an uneven number
     reaches = [w // 2 for w in points.window]
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
