@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from statistics import median, quantiles
 
@@ -56,10 +57,11 @@ def works(device: torch.device, dtype: torch.dtype) -> dict[str, Work]:
     layer = MultiheadDilatedAttention(768, 16, slide, device=device, dtype=dtype)
     bias = torch.randn(8, 13, 13, device=device, dtype=dtype, requires_grad=True)
 
-    def joint(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
-        return neighbourhood_attention(
-            q, k, v, near, **dict(zip(("extra_q", "extra_k", "extra_v"), extra, strict=True))
-        )
+    is_padding = torch.arange(64, device=device)[None] >= 50
+
+    def joint(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        named = dict(zip(("extra_q", "extra_k", "extra_v"), extra, strict=True))
+        return neighbourhood_attention(q, k, v, near, **named, extra_padding_mask=mask)
 
     tensors = drawn(256, 8, 64)
     lists = {"lists on the grid": (lambda q, k, v: neighbourhood_attention(q, k, v, near, backend="lists"), tensors)}
@@ -72,6 +74,7 @@ def works(device: torch.device, dtype: torch.dtype) -> dict[str, Work]:
         "union of two windows": (lambda q, k, v: attend(q, k, v, union), tensors),
         **(lists if device.type == "cuda" else {}),
         "joint, 64 extra queries and keys": (joint, tensors + drawn(64, 8, 64)),
+        "joint, 14 of the 64 extra keys masked": (partial(joint, mask=is_padding), tensors + drawn(64, 8, 64)),
         "NeighbourhoodAttention, 512": (cells, drawn(16, 16, 512, number=1)),
         "Prov-GigaPath's layer, 1,000 tokens": (lambda x: layer(x, x, x)[0], drawn(1000, 768, number=1)),
     }
