@@ -25,7 +25,7 @@ from hilbert_lib.attention.rules import (
     on_architecture,
 )
 from hilbert_lib.attention.starts import has_starts
-from hilbert_lib.attention.triton.hopper.division import WITH_BACKWARD, is_reached
+from hilbert_lib.attention.triton.hopper.division import NARROW, is_reached
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -227,8 +227,8 @@ def _off_fast_path(chosen: str, q: Tensor, k: Tensor, call: Request, reasons: di
     if fastest == "hopper" and isinstance(call.pattern, DilatedPattern):
         branches = [f"{w}:{r}" for w, r in call.pattern.branches if not is_reached(w, r, k.shape[1])]
         parts = [f"the branches {' '.join(branches)}"] if branches else []
-        if q.shape[-1] > WITH_BACKWARD:
-            parts.append(f"dk and dv at a head_dim above {WITH_BACKWARD}")
+        if q.shape[-1] > NARROW and (branches or call.key_padding_mask is not None):
+            parts.append(f"dq at a head_dim above {NARROW}")
         return f"plain kernels compute {' and '.join(parts)}" if parts else ""
     return ""
 

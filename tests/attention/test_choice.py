@@ -474,8 +474,15 @@ def test_branches_of_plain_kernels_are_off_the_fast_path_and_a_cpu_has_none():
         words = choice._off_fast_path("hopper", q, q, Request(pattern), {"hopper": "chosen"})
         wide = SimpleNamespace(device=q.device, shape=(1, 33, 2, 136))
         of_wide = choice._off_fast_path("hopper", wide, wide, Request(pattern), {"hopper": "chosen"})
+        reached = DilatedPattern((8, 32), (1, 2))
+        masked = Request(reached, key_padding_mask=torch.zeros(1, 33, dtype=torch.bool))
+        of_reached, of_masked = (
+            choice._off_fast_path("hopper", wide, wide, call, {"hopper": "chosen"})
+            for call in (Request(reached), masked)
+        )
     assert words == "plain kernels compute the branches 64:2"
-    assert of_wide == f"{words} and dk and dv at a head_dim above 128"
+    assert of_wide == f"{words} and dq at a head_dim above 128"
+    assert (of_reached, of_masked) == ("", "plain kernels compute dq at a head_dim above 128")
 
 
 @pytest.mark.parametrize(("head_dim", "gradient"), [(128, True), (136, False), (136, True)])

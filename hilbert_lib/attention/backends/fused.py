@@ -16,7 +16,7 @@ from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
 from hilbert_lib.attention.triton import limits, schedule
-from hilbert_lib.attention.triton.hopper.division import WITH_BACKWARD
+from hilbert_lib.attention.triton.hopper.division import NARROW
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info, kernel_mode
 
@@ -138,10 +138,7 @@ def _hopper_workspace(
         return _workspace(given, call, direction, device, returned)
     batch, rows, heads, _ = q.shape
     workspace = {"delta": 4 * batch * rows * heads}
-    is_wide = q.shape[-1] > WITH_BACKWARD
-    if is_wide and not _is_one_pass("dkv", q, k, call, device):
-        workspace["partial dk and dv, float32"] = 2 * 4 * k.numel()
-    if not is_wide and not torch.are_deterministic_algorithms_enabled():
+    if q.shape[-1] <= NARROW and not torch.are_deterministic_algorithms_enabled():
         workspace["sums of dq, float32"] = 4 * q.numel()
     elif not launch.has_dq(q, k, call) and not _is_one_pass("dq", q, k, call, device):
         workspace["partial dq, float32"] = 4 * q.numel()

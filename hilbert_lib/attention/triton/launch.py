@@ -149,8 +149,8 @@ def backward_on_hopper(
     """Gradients of q, k and v by the warp-specialised kernels. dq is summed in an order that varies.
 
     Where torch asks for determinism, and at a head_dim above 128, another kernel computes dq (`hopper.launch.has_dq`).
-    Above 128 the plain kernel computes dk and dv. With a query_start the plain kernels compute all: the others count
-    every row of q from position 0. So they do of branches, and of lengths, as in `forward_on_hopper`.
+    With a query_start the plain kernels compute all: the others count every row of q from position 0. So they do of
+    branches, and of lengths, as in `forward_on_hopper`.
     """
     q, k, v, *_ = inputs
     if call.query_start is not None or hopper.refusal_of_keys(q, k, call):
@@ -158,35 +158,30 @@ def backward_on_hopper(
     q, k, v, dout = hopper.as_read(q, k, v, dout)
     # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
     whole, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
-    is_wide, is_deterministic = q.shape[-1] > division.WITH_BACKWARD, torch.are_deterministic_algorithms_enabled()
+    is_wide, is_deterministic = q.shape[-1] > division.NARROW, torch.are_deterministic_algorithms_enabled()
     ours = whole
     if call.dropout_p > 0.0:  # four keys that are neighbours in a branch share their random bits
         ours = division.each_alone(call.pattern, whole, k.shape[1])
-    # What computes dq where no sums of it are added up beside dk and dv, and what computes dk and dv of wide heads.
-    of_queries = of_keys = None
+    # What computes dq where no sums of it are added up beside dk and dv, if the plain kernel does.
+    of_queries = None
     if (is_wide or is_deterministic) and not hopper.has_dq(q, k, call):
         of_queries = _Passes.of("dq", q, k, (q,), call)
-    if is_wide:
-        of_keys = _Passes.of("dkv", q, k, (k, v), call)
     has_sums = not is_wide and not is_deterministic
     of_dq = (result(q, whole[:1], call),) if of_queries is None else of_queries.made
     if has_sums:
         of_dq = Made(q.shape, q.dtype), Made(q.shape, torch.float32)
-    of_dk = tuple(result(x, ours[:1], call) for x in (k, v)) if of_keys is None else of_keys.made
+    of_dk = tuple(result(x, ours[:1], call) for x in (k, v))
 
-    def starts(delta: Tensor, *grads: Tensor) -> list[Start]:
-        of_dk_now, of_dq_now = grads[: len(of_dk)], grads[len(of_dk) :]
-        dk, dv, dq = *of_dk_now[:2], of_dq_now[0]
-        given, sums = (q, k, v, dout, lse, delta), of_dq_now[1] if has_sums else None
+    def starts(delta: Tensor, dk: Tensor, dv: Tensor, *of_dq_now: Tensor) -> list[Start]:
+        dq, given, sums = of_dq_now[0], (q, k, v, dout, lse, delta), of_dq_now[1] if has_sums else None
         launches = [_delta(out, dout, dlse, delta, sums)]
-        if of_keys is not None:
-            launches += of_keys.starts(given, of_dk_now)
-        else:
-            launches += [
-                hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
-                for number, one in enumerate(ours)
-            ]
-            launches += [_plain("dkv", (*given, dk, dv, dk, dv), call, one, False, True) for one in theirs]
+        of_keys = (dout, q, k, v, lse, delta, dk, dv, call)
+        for number, one in enumerate(ours):
+            if is_wide:
+                launches.append(hopper.keys_start(*of_keys, one, first=number == 0))
+            else:
+                launches.append(hopper.backward_start(*of_keys, one, sums, first=number == 0))
+        launches += [_plain("dkv", (*given, dk, dv, dk, dv), call, one, False, True) for one in theirs]
         if of_queries is not None:
             return launches + of_queries.starts(given, of_dq_now)
         if has_sums:
@@ -199,8 +194,7 @@ def backward_on_hopper(
 
     made = Made(lse.shape, lse.dtype), *of_dk, *of_dq
     name = "backward on hopper" if has_sums else "deterministic backward on hopper"
-    finish = partial(_gradients, q.dtype, 1 + len(of_dk))
-    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, finish)
+    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, partial(_gradients, q.dtype, 3))
 
 
 def _scaled(sums: Tensor, dq: Tensor, scale: float) -> Start:

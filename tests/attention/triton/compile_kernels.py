@@ -41,8 +41,16 @@ from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
 from hilbert_lib.attention.triton.hopper import grid_launch as box_launch
 from hilbert_lib.attention.triton.hopper import queries as hopper_queries
+from hilbert_lib.attention.triton.hopper import wide_keys, wide_queries
 from hilbert_lib.attention.triton.hopper.division import BRANCHES
-from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_DQ, HOPPER_FORWARD
+from hilbert_lib.attention.triton.hopper.launch import (
+    HOPPER_BACKWARD,
+    HOPPER_DQ,
+    HOPPER_FORWARD,
+    HOPPER_KEYS,
+    HOPPER_WIDE_DQ,
+    LOW,
+)
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
 from hilbert_lib.patterns import point_kernels
@@ -295,6 +303,35 @@ def dq_on_hopper(columns: int, causal: bool, goes_on: bool, dropout: bool = Fals
     return hopper_queries.dq_kernel, types, constants, {"num_warps": 4}
 
 
+def keys_on_hopper(head_dim: int, causal: bool, goes_on: bool, padding: bool = False, dropout: bool = False) -> tuple:
+    """What `compiled` takes for the warp-specialised dk and dv of wide heads, before the architecture."""
+    high = head_dim - LOW
+    config, b_stages = HOPPER_KEYS[high]
+    types, constants = of_parts("qd", config.block_m, high, 1 if dropout else SOME)
+    constants |= {"HEAD_DIM": head_dim, "CAUSAL": causal, "READ_PARTIAL": goes_on}
+    constants |= {"STAGES": config.num_stages, "B_STAGES": b_stages} | options_of_keys(padding, dropout)
+    return wide_keys.wide_keys_kernel, types, constants, {"num_warps": 4}
+
+
+def wide_dq_on_hopper(head_dim: int, causal: bool, goes_on: bool, dropout: bool = False) -> tuple:
+    """The same for dq of wide heads by parts of columns."""
+    high = head_dim - LOW
+    config, v_stages = HOPPER_WIDE_DQ[high]
+    types, constants = of_parts("kv", config.block_n, high, SOME)
+    constants |= {"HEAD_DIM": head_dim, "CAUSAL": causal, "READ_PARTIAL": goes_on}
+    constants |= {"STAGES": config.num_stages, "V_STAGES": v_stages} | options_of_keys(False, dropout)
+    return wide_queries.wide_dq_kernel, types, constants, {"num_warps": 4}
+
+
+def of_parts(tensors: str, rows: int, high: int, branches: int) -> tuple[dict, dict]:
+    """Types and constants of two tensors' descriptors of low and high parts."""
+    parts = {"": described([1, rows, 1, 1, LOW]), "_high": described([1, rows, 1, 1, high])}
+    names = {of: [f"{x}{i}{of}" for i in range(BRANCHES) for x in tensors] for of in parts}
+    missing = names[""][2 * branches :] + names["_high"][0 if high == LOW else 2 * branches :]
+    types = ATTENTION_TYPES | {name: part for of, part in parts.items() for name in names[of]}
+    return types, dict.fromkeys(missing) | {"BLOCK_E": high, "N_BRANCHES": branches}
+
+
 def options_of_keys(padding: bool, dropout: bool) -> dict:
     """Constants of a warp-specialised kernel: the arguments that it has not are None."""
     left_out = ([] if padding else ["padding"]) + ([] if dropout else ["seed", "drop_below", "branch_ids"])
@@ -459,11 +496,24 @@ def hopper_kernels() -> dict[str, tuple]:
         f"hopper queries {columns} {more}": dq_on_hopper(columns, more, more, more or columns < 256)
         for columns, more in product((64, 128, 256), flags)
     }
+    of_wide = {
+        f"hopper keys {head_dim} {more}": keys_on_hopper(head_dim, more, more, more)
+        for head_dim, more in product((192, 256), flags)
+    }
+    of_wide |= {
+        f"hopper dropout keys {head_dim} {more}": keys_on_hopper(head_dim, more, more, more, True)
+        for head_dim, more in product((192, 256), flags)
+    }
+    of_wide |= {
+        f"hopper dq {head_dim} {more} {drops}": wide_dq_on_hopper(head_dim, more, more, drops)
+        for head_dim, more, drops in product((192,), flags, flags)
+    }
     return (
         forwards
         | backwards
         | dropping
         | alone
+        | of_wide
         | {
             f"hopper padded backward {columns} {causal} {causal} {with_dq}": backward_on_hopper(
                 columns, causal, causal, with_dq, True
@@ -606,7 +656,7 @@ SAMPLE += ("lists forward 64 False", "lists dkv 64 False", "points words", "hopp
 SAMPLE += ("hopper padded forward 128 False False", "hopper backward 64 True True True")
 SAMPLE += ("hopper padded backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper dropout forward 128 False False", "hopper dropout backward 64 True True True")
-SAMPLE += ("hopper queries 256 False",)
+SAMPLE += ("hopper queries 256 False", "hopper keys 256 False", "hopper dq 192 False False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
 SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper whole forward 128")
 SAMPLE += ("hopper wide forward 192", "hopper wide dkv 192")

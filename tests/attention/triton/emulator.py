@@ -40,7 +40,20 @@ EMULATED = {  # all that a call runs but what is decided without triton
             "rows",
         )
     ),
-    *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "dropout", "forward", "backward", "queries", "launch")),
+    *(
+        f"{PACKAGE}.hopper.{name}"
+        for name in (
+            "tiles",
+            "steps",
+            "dropout",
+            "forward",
+            "backward",
+            "wide_keys",
+            "wide_queries",
+            "queries",
+            "launch",
+        )
+    ),
     *(
         f"{PACKAGE}.hopper.{name}"
         for name in (

@@ -216,8 +216,8 @@ hopper.forward, 24: row 0 forgets what earlier launches found
 +out_rows + dims, row_mask, lse + lse_rows, query > 0
 +        )
 hopper.backward, 31: a block that sees some keys of a group is passed over
--first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M
-+first_masked = gl.cdiv(_first_query(own_lowest, origin, r) - begin, BLOCK_M)
+-first_masked = (first_query_of(own_lowest, origin, r) - begin) // BLOCK_M
++first_masked = gl.cdiv(first_query_of(own_lowest, origin, r) - begin, BLOCK_M)
 hopper.steps, mask 0: masked keys have weight
 -== SOME_MASKED
 +== END
@@ -518,6 +518,66 @@ hopper.grid_wide_backward, wide 5: keys are given back before dq is made of them
 hopper.grid_wide_backward, wide 2: the high columns of dk have no mask
 -gl.where(high_weighs, high, 0.0)
 +high
+hopper.wide, heads 1: slopes of dropped weights count
+-gl.where(weights < 0.0, 0.0, products)
++products
+hopper.wide, heads 4: the high columns of keys are their low ones
+-boxes.rows_of(parts.high, number), LOW, HEAD_DIM)
++boxes.rows_of(parts.high, number), 0, HEAD_DIM)
+hopper.wide_keys, heads 4: causal: a key of a wide head is not seen by its own query
+-sees = (sees - origin + r - 1) // r
++sees = (sees - origin + 2 * r - 1) // r
+hopper.wide_keys, heads 4: causal: blocks that see some keys of a tile go without a mask
+-first_query_of(tile.highest, origin, r)
++first_query_of(tile.lowest, origin, r)
+hopper.wide_keys, heads 19: a query past the segment's end has weight
+-mask=number < n, other=float("inf")
++mask=number <= n, other=float("inf")
+hopper.wide_keys, heads 0: query heads of a KV head share their lse
+-lse_head = lse + (b.to(gl.int64) * kv_heads * group + h)
++lse_head = lse + (b.to(gl.int64) * kv_heads * group + g * group)
+hopper.wide_keys, heads 4: masked keys of a wide head have a gradient
+-gl.where(is_masked == 0, part, 0.0)
++part
+hopper.wide_keys, heads 1: the other group is not told which weights are dropped
+-wide.hand_over(2.0 * kept_weights - weights, shared, block)
++wide.hand_over(weights, shared, block)
+hopper.wide_keys, heads 1: dropped weights count in dv
+-            weights = kept_weights
++            weights = weights
+hopper.wide, heads 18: earlier launches' dk of a wide head is lost
+-part += gl.load(at
++part + gl.load(at
+hopper.wide_keys, heads 0: slopes are made of one head of a group
+-blocks += group * gl.cdiv(n - begin, ROWS)
++blocks += gl.cdiv(n - begin, ROWS)
+hopper.wide, heads 4: products do not see the tile of keys
+-LOW, HEAD_DIM)
+-    fence_async_shared()
++LOW, HEAD_DIM)
+hopper.wide_queries, heads 2: a query of a wide head sees a key more than its own
+-column[None, :] < (seen_count - j)
++column[None, :] <= (seen_count - j)
+hopper.wide_queries, heads 14: both groups take the first one's queries of a wide head
+-number = NUMBER * tiles.GROUP_ROWS + gl.arange(
++number = 0 * tiles.GROUP_ROWS + gl.arange(
+hopper.wide_queries, heads 2: blocks that the other group alone sees are kept
+-gl.cdiv(tile_end, ROWS) - gl.cdiv(end, ROWS))
++0)
+hopper.wide_queries, heads 14: a block of v is given back before it was multiplied
+-        dweights = warpgroup_mma_wait(0, deps=[weight_token])  # [GROUP_ROWS, GROUP_ROWS]
+-        wide.give_back(shared.v_free, block)
++        wide.give_back(shared.v_free, block)
++        dweights = warpgroup_mma_wait(0, deps=[weight_token])  # [GROUP_ROWS, GROUP_ROWS]
+hopper.wide_queries, heads 1: gradients of dropped weights reach dq of a wide head
+-dweights = dropout.without_dropped(dweights, kept, False)
++dweights = dweights * 1.0
+hopper.wide_keys, heads 4: rows of lse of a wide head are not waited for
+-a_full = wide.barriers(STAGES, 2)
++a_full = wide.barriers(STAGES, 1)
+hopper.wide_keys, heads 6: a tile is left out whose first 32 keys alone are masked
+-tiles.GROUP_ROWS, WARPS, PADDING)
++tiles.GROUP_ROWS // 2, WARPS, PADDING)
 hopper.grid_whole, whole line: the last extra keys count to the end of their box
 -extra % KEYS  # [GROUP_ROWS]
 +KEYS  # [GROUP_ROWS]

@@ -217,11 +217,19 @@ def test_the_table_of_portable_kernels_is_what_the_compiler_says(portable):
 
 def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
     boxes = ("grid", 2, 12), ("strided", 1, 3), ("wide", 2, 6), ("whole", 1, 1), ("small", 0, 2)
-    kinds = ("forward", 1, 10), ("backward", 1, 16), ("padded", 2, 12), ("dropout", 2, 14), ("queries", 1, 6)
+    kinds = (
+        ("forward", 1, 10),
+        ("backward", 1, 16),
+        ("padded", 2, 12),
+        ("dropout", 2, 18),
+        ("queries", 1, 6),
+        ("keys", 1, 4),
+        ("dq", 1, 4),
+    )
     for start, sampled, every in (*kinds, *boxes):
         for name, facts in some(f"hopper {start}", sampled, every).items():
             assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
-            if start in ("forward", "backward", "padded", "dropout", "queries"):
+            if start in [name for name, *_ in kinds]:
                 adds_dq = "backward" in name and name.endswith("True")
                 assert ("cp.reduce.async.bulk.tensor" in facts["instructions"]) == adds_dq, name
 
@@ -255,11 +263,15 @@ def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper
 
 
 def test_masks_of_keys_dropout_and_wide_heads_cost_no_program_and_no_wait(on_hopper, some):
-    kernels = some("hopper padded", 2, 12) | some("hopper dropout", 2, 14) | some("hopper forward 256", 0, 2)
-    kernels |= some("hopper queries", 1, 6)
+    kernels = some("hopper padded", 2, 12) | some("hopper dropout", 2, 18) | some("hopper forward 256", 0, 2)
+    kernels |= some("hopper queries", 1, 6) | some("hopper keys", 1, 4) | some("hopper dq", 1, 4)
     for name, facts in kernels.items():
         assert facts["shared"] <= 227 * 1024, name
         assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
+        if "keys" in name or "dq" in name:  # bytes of registers that a thread of wide gradients keeps in memory
+            drops = "dropout" in name or ("dq" in name and name.endswith("True"))
+            assert facts["spilled"] <= (132 if drops else 4), name
+            assert facts["unjoined"] == 0, name
 
 
 def test_a_bias_costs_no_program_and_no_wait(on_hopper, some):

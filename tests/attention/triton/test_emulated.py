@@ -34,7 +34,27 @@ DROPPED = [
 # A seed, and which keys a mask hides.
 PADDED = [(seed, HIDDEN[seed % 4]) for seed in (*range(CASES), *SEVERAL)]
 HEAD_DIMS = (40, 48, 64, 80, 128)
-WIDE = ((4, 256, 0.0), (3, 192, 0.3), (9, 136, 0.0), (0, 200, 0.1))  # a seed, the head_dim, the share dropped
+# A seed, the head_dim, the share dropped, which keys a mask hides, and whether torch asks for determinism.
+WIDE = (
+    (4, 256, 0.0, "none", False),
+    (3, 192, 0.3, "none", False),
+    (9, 136, 0.0, "none", True),
+    (0, 200, 0.1, "none", True),
+    (1, 160, 0.0, HIDDEN[0], False),
+    (18, 192, 0.0, HIDDEN[3], False),
+    (19, 256, 0.0, HIDDEN[2], False),
+    (22, 256, 0.0, HIDDEN[1], True),
+    (21, 152, 0.2, HIDDEN[0], False),
+    (31, 248, 0.1, HIDDEN[1], False),
+    (26, 192, 0.7, HIDDEN[2], True),
+    (10, 208, 0.1, HIDDEN[3], False),
+    (6, 192, 0.1, "none", False),
+    (13, 256, 0.7, "none", True),
+    (14, 192, 0.0, "none", False),
+    (5, 160, 0.0, "none", False),
+    (23, 256, 0.0, "none", False),
+    *((seed, (192, 256)[seed % 2], 0.0, "none", False) for seed in SEVERAL),
+)
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 
 
@@ -179,13 +199,34 @@ def test_they_drop_what_the_reference_drops(sources, dropped):
     assert {f"{emulator.PACKAGE}.hopper.forward", f"{emulator.PACKAGE}.hopper.backward"} <= kernels
 
 
-@pytest.mark.parametrize(("seed", "head_dim", "dropout_p"), WIDE)
-def test_heads_above_128_equal_the_oracle(sources, seed, head_dim, dropout_p):
-    case = drawn(seed)._replace(head_dim=head_dim, dropout_p=dropout_p, scale=head_dim**-0.5, query_start=None)
-    assert fault_of(sources, case) is None
+def widened(seed: int, head_dim: int, dropout_p: float, mask: str, is_deterministic: bool) -> tuple[Case, bool]:
+    """A case of WIDE, and whether torch asks for determinism."""
+    case = drawn(seed)._replace(head_dim=head_dim, scale=head_dim**-0.5, query_start=None)
+    return case._replace(dropout_p=dropout_p, mask=mask), is_deterministic
+
+
+@pytest.mark.parametrize("wide", WIDE)
+def test_heads_above_128_equal_the_oracle(sources, wide):
+    case, is_deterministic = widened(*wide)
+    assert fault_of(sources, case, is_deterministic) is None
     modules = {each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.") for each in sources.starts}
-    assert {"hopper.forward", "hopper.queries"} <= modules
-    assert "hopper.backward" not in modules  # the plain kernel computes dk and dv
+    assert {"hopper.forward", "hopper.wide_keys"} <= modules
+    assert "hopper.backward" not in modules
+    dq = "hopper.queries" if case.head_dim > 192 else "hopper.wide_queries"
+    assert case.mask != "none" or dq in modules
+
+
+def test_the_cases_of_heads_above_128_take_every_way(monkeypatch, sources):
+    monkeypatch.setattr(sources, "run", lambda each: None)
+    ways = set()
+    for wide in WIDE:
+        results_of(sources, *widened(*wide))
+        for each in sources.starts:
+            if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.wide_keys":
+                columns, *flags = (each.named[name] for name in ("BLOCK_E", "CAUSAL", "PADDING", "DROPOUT"))
+                ways |= {(columns, *flags), (columns, each.named["READ_PARTIAL"])}
+    both = (False, True)
+    assert ways == {*product((64, 128), both, both, both), *product((64, 128), both)}
 
 
 @pytest.mark.parametrize("length", [769, 641])

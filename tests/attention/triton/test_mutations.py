@@ -11,21 +11,24 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 import test_emulated  # noqa: E402
 import test_emulated_grid  # noqa: E402
 
-PADDED = [f"mask {seed}" for seed, _ in test_emulated.PADDED]
+PADDED = {f"mask {seed}": (seed, mask) for seed, mask in test_emulated.PADDED}
+HEADS = {f"heads {number}": wide for number, wide in enumerate(test_emulated.WIDE)}
 DROPPED = {f"dropout {seed}": dropped for seed, *dropped in test_emulated.DROPPED}
-ON_SEQUENCES, ON_GRIDS = (*range(test_emulated.CASES), *PADDED, *DROPPED), (*range(len(GRIDS)), *BOXED)
+ON_SEQUENCES = (*range(test_emulated.CASES), *PADDED, *DROPPED, *HEADS)
+ON_GRIDS = (*range(len(GRIDS)), *BOXED)
 
 
 def is_seen(mutation: Mutation, case: int | str) -> bool:
     """Whether a random call, a special grid or a part of a grid shows that a source was edited."""
     sources = emulator.edited(mutation)
-    if str(case).startswith("mask "):
-        seed = int(case.removeprefix("mask "))
-        _, mask = test_emulated.PADDED[seed]
+    if case in PADDED:
+        seed, mask = PADDED[case]
         return bool(test_emulated.fault_of(sources, test_emulated.drawn(seed)._replace(mask=mask)))
     if case in DROPPED:
         seed = int(case.removeprefix("dropout "))
         return bool(test_emulated.fault_of(sources, *test_emulated.dropping(seed, *DROPPED[case])))
+    if case in HEADS:
+        return bool(test_emulated.fault_of(sources, *test_emulated.widened(*HEADS[case])))
     if not mutation.is_on_grid:
         return bool(test_emulated.fault_of(sources, test_emulated.drawn(case)))
     if case in BOXED:

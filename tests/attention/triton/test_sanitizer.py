@@ -26,7 +26,8 @@ HOPPER = {"hopper.forward.forward_kernel", "hopper.backward.backward_kernel"}
 # What each family of calls has to launch.
 FAMILIES = {
     "plain": PLAIN | {"triton.backward.delta_kernel"},
-    "hopper": HOPPER,
+    "hopper": HOPPER
+    | {"hopper.queries.dq_kernel", "hopper.wide_keys.wide_keys_kernel", "hopper.wide_queries.wide_dq_kernel"},
     "divided": HOPPER | PLAIN,
     "boxes": {
         "hopper.grid_forward.forward_kernel",
@@ -200,9 +201,10 @@ def test_the_lines_at_which_races_are_allowed_are_few():
 
     # Along a sequence and on grids; heads above 128, windows of whole boxes and a sequence's dq have their own.
     kernels = ["def backward_kernel("] * 2 + ["def dq_kernel("] + ["def forward_kernel("] * 2
-    kernels += ["def whole_kernel(", "def wide_backward_kernel(", "def wide_kernel("]
-    assert texts(hand_over_lines()) == [*kernels, *["gl.warp_specialize(["] * 10, *["if OF_KEYS:"] * 2]
-    assert len(exchange_lines()) == 5
+    kernels += ["def whole_kernel(", "def wide_backward_kernel("]
+    kernels += ["def wide_dq_kernel(", "def wide_kernel(", "def wide_keys_kernel("]
+    assert texts(hand_over_lines()) == [*kernels, *["gl.warp_specialize(["] * 12, *["if OF_KEYS:"] * 2]
+    assert len(exchange_lines()) == 6
     accesses = [re.search(r"(\w+_rows)\.index\(stage\)\.(load|store)\(", text).groups() for text in texts(row_lines())]
     both = itertools.product(("delta_rows", "lse_rows"), ("load", "store"))
     assert sorted(accesses) == [each for each in both for _ in range(3)]

@@ -6,6 +6,10 @@ tiles      tiles of dilated rows, and their descriptors
 steps      the forward's work on a block of keys
 forward    the forward's kernel
 backward   the backward's kernel
+queries    the kernel of dq alone
+
+wide_keys     the kernel of dk and dv at a head_dim above 128
+wide_queries  the kernel of dq alone at a head_dim of 129 to 192
 
 On grids:
 
@@ -20,7 +24,7 @@ grid_forward     the forward's kernel
 grid_backward    the backward's kernel
 grid_whole       the forward's kernel where windows are whole boxes of 128 keys
 
-At a head_dim above 128:
+At a head_dim above 128 (`wide` along sequences, too):
 
 wide                rows of two parts, and the steps of two groups of warps that share a tile
 grid_wide           the forward's kernel

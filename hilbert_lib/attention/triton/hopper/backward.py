@@ -149,7 +149,7 @@ def backward_kernel(
 
 
 @gluon.jit
-def _tile_of(tables, sizes, grid):
+def tile_of(tables, sizes, grid):
     """Sequence, KV head and tile of the program, and its branches as `segment_of` takes them."""
     branches, offsets, items, classes = tables
     keys, kv_heads, _group = sizes
@@ -158,7 +158,7 @@ def _tile_of(tables, sizes, grid):
 
 
 @gluon.jit
-def _is_kept(padding, b, tile, rows, keys):
+def is_kept(padding, b, tile, rows, keys):
     """Whether the keys of some rows of a tile are there and not masked."""
     position = geometry.tile_positions(tile, rows)  # [rows]
     exists = (rows < tile.size) & (position < tile.end)  # [rows]
@@ -166,28 +166,29 @@ def _is_kept(padding, b, tile, rows, keys):
 
 
 @gluon.jit
-def _read_count(padding, b, tile, keys, WARPS: gl.constexpr, PADDING: gl.constexpr):
+def read_count_of(
+    padding, b, tile, keys, KEYS: gl.constexpr, WARPS: gl.constexpr, PADDING: gl.constexpr
+):  # fmt: skip
     """Number of a tile's rows or, with PADDING, of its keys that are not masked; each of WARPS warps counts them."""
-    KEYS: gl.constexpr = 2 * tiles.GROUP_ROWS
     count = tile.size
     if PADDING:
-        rows = gl.arange(0, KEYS, gl.BlockedLayout([KEYS // 32], [32], [WARPS], [0]))  # [KEYS]
-        count = gl.sum(_is_kept(padding, b, tile, rows, keys).to(gl.int32), 0)
+        rows = gl.arange(0, KEYS, gl.BlockedLayout([KEYS // 32], [32], [WARPS], [0]))  # [rows]
+        count = gl.sum(is_kept(padding, b, tile, rows, keys).to(gl.int32), 0)
     return count
 
 
 @gluon.jit
-def _range(start, w, r, o, lowest, keys, CAUSAL: gl.constexpr):
+def range_of(start, w, r, o, lowest, keys, CAUSAL: gl.constexpr):
     """Numbers of the first query of a segment that sees a key from `lowest` on, and of the last query + 1."""
     n = geometry.segment_rows(start, w, r, o, keys)
     begin = 0
     if CAUSAL:
-        begin = _first_query(lowest, start + o, r)
+        begin = first_query_of(lowest, start + o, r)
     return begin, n
 
 
 @gluon.jit
-def _first_query(position, origin, r):
+def first_query_of(position, origin, r):
     """Number of the first query that sees a position; queries are at origin, origin + r, ..."""
     return gl.maximum(0, position - origin + r - 1) // r
 
@@ -198,14 +199,14 @@ def _copy(
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of q and dout, lse (to base 2) and delta into the ring of stages, in the order of their use."""
-    b, g, tile, branches = _tile_of(tables, sizes, grid)
+    b, g, tile, branches = tile_of(tables, sizes, grid)
     keys = sizes[0]
-    read_count = _read_count(padding, b, tile, keys, 1, PADDING)
+    read_count = read_count_of(padding, b, tile, keys, 2 * tiles.GROUP_ROWS, 1, PADDING)
     block = 0
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if (read_count > 0) & inside:
-            begin, n = _range(start, w, r, o, tile.lowest, keys, CAUSAL)
+            begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
             row, residue = tiles.segment_coordinates(start + o, r, n, keys)
             block = _copy_segment(
                 q_descriptors[i], d_descriptors[i], lse, delta, shared, block, begin, n, row, residue, start + o, r,
@@ -257,14 +258,14 @@ def _add(
     The groups hand products over one block late: the first is of no block.
     """
     if WITH_DQ:
-        b, g, tile, branches = _tile_of(tables, sizes, grid)
+        b, g, tile, branches = tile_of(tables, sizes, grid)
         keys, _kv_heads, group = sizes
-        read_count = _read_count(padding, b, tile, keys, 1, PADDING)
+        read_count = read_count_of(padding, b, tile, keys, 2 * tiles.GROUP_ROWS, 1, PADDING)
         is_first = True
         for i in gl.static_range(N_BRANCHES):
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
             if (read_count > 0) & inside:
-                begin, n = _range(start, w, r, o, tile.lowest, keys, CAUSAL)
+                begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
                 row, residue = tiles.segment_coordinates(start + o, r, n, keys)
                 for member in range(group):
                     for j in range(begin, n, shared.q_tiles.shape[2]):
@@ -294,7 +295,7 @@ def _differentiate(
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_M)
     GRADIENTS: gl.constexpr = tiles.product_layout(BLOCK_D)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
-    b, g, tile, branches = _tile_of(tables, sizes, grid)
+    b, g, tile, branches = tile_of(tables, sizes, grid)
     keys, kv_heads, group = sizes
     if tile.size > 0:
         rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
@@ -304,7 +305,7 @@ def _differentiate(
             dims[None, :] < HEAD_DIM
         )  # [GROUP_ROWS, BLOCK_D]
         if PADDING:
-            row_mask = row_mask & _is_kept(padding, b, tile, rows, keys)[:, None]  # [GROUP_ROWS, BLOCK_D]
+            row_mask = row_mask & is_kept(padding, b, tile, rows, keys)[:, None]  # [GROUP_ROWS, BLOCK_D]
         row = position.to(gl.int64)  # [GROUP_ROWS]
         k_ptrs = (
             k + b.to(gl.int64) * stride_kb + g.to(gl.int64) * stride_kh + row[:, None] * stride_kn + dims[None, :]
@@ -330,8 +331,8 @@ def _differentiate(
 
         is_there = (key_rows < tile.size) & (key_position < tile.end)  # [GROUP_ROWS]
         if PADDING:
-            is_there = _is_kept(padding, b, tile, key_rows, keys)  # [GROUP_ROWS]
-        read_count = _read_count(padding, b, tile, keys, 4, PADDING)
+            is_there = is_kept(padding, b, tile, key_rows, keys)  # [GROUP_ROWS]
+        read_count = read_count_of(padding, b, tile, keys, 2 * tiles.GROUP_ROWS, 4, PADDING)
         # A causal group is seen by fewer queries than its tile, and more of them see all of it.
         own_lowest = geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS)
         own_highest = geometry.tile_positions(tile, (NUMBER + 1) * tiles.GROUP_ROWS - 1)
@@ -346,14 +347,14 @@ def _differentiate(
             if PADDING:
                 inside = inside & (read_count > 0)
             if inside:
-                begin, n = _range(start, w, r, o, tile.lowest, keys, CAUSAL)
+                begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
                 origin = start + o
                 # First come blocks of queries that see no key of the group, then those that need a mask.
                 first_masked = 0
                 first_free = 0
                 if CAUSAL:
-                    first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M
-                    first_free = gl.cdiv(_first_query(own_highest, origin, r) - begin, BLOCK_M)
+                    first_masked = (first_query_of(own_lowest, origin, r) - begin) // BLOCK_M
+                    first_free = gl.cdiv(first_query_of(own_highest, origin, r) - begin, BLOCK_M)
                 if CUT:
                     blocks = gl.cdiv(n - begin, BLOCK_M)
                     first_masked = gl.where(is_empty, blocks, gl.minimum(first_masked, blocks))
@@ -362,7 +363,7 @@ def _differentiate(
                 for member in range(group):
                     drops, branch = scale, i
                     if DROPOUT:
-                        drops = _drops_of(NUMBER, tile, seed, drop_below, b, g * group + member, SCORES)
+                        drops = drops_of(NUMBER, tile, seed, drop_below, b, g * group + member, SCORES)
                         branch = gl.load(branch_ids + i)
                     dk_acc, dv_acc, block = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], scalar
                         NUMBER, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there,
@@ -395,7 +396,7 @@ def _differentiate(
 
 
 @gluon.jit
-def _drops_of(NUMBER: gl.constexpr, tile, seed, drop_below, b, h, SCORES: gl.constexpr):
+def drops_of(NUMBER: gl.constexpr, tile, seed, drop_below, b, h, SCORES: gl.constexpr):
     """`dropout.Drops` of a group's keys: the rows of the tile are neighbours in their segment."""
     scores = gl.zeros([tiles.GROUP_ROWS, tiles.GROUP_ROWS], gl.int32, SCORES)  # [GROUP_ROWS, GROUP_ROWS]
     shaped = dropout.by_threads(scores)  # [GROUP_ROWS, GROUP_ROWS // 8, QUADS, 2]

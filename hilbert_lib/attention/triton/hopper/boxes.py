@@ -377,7 +377,7 @@ def fetch(x, coordinates, full, tile):
 def rows_of(all_tiles, number):
     """The 64 rows of a group, or of a box, as two axes."""
     ROWS: gl.constexpr = tiles.rows_of(all_tiles.shape)
-    tile = all_tiles.index(number)  # [B0, B1, B2, 1]
+    tile = all_tiles.index(number)  # [rows, columns, cells, 1]
     return tiles.reinterpret(tile, tile.dtype, [ROWS, all_tiles.shape[5]], tiles.shared_layout())
 
 

@@ -179,10 +179,10 @@ def _copy_block(
     tiles.async_load(k_descriptor, [b, row + j, residue, g, 0], ring.k_full.index(stage), ring.k_tiles.index(stage))
     if PADDING:
         ceilings.rows.index(stage).store(gl.where(is_kept, float("inf"), float("-inf")))
-        _tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
+        tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
     if DROPOUT:
-        _tell(numbers.fours, block, j // 4)
-        _tell(numbers.branches, block, branch)
+        tell(numbers.fours, block, j // 4)
+        tell(numbers.branches, block, branch)
     if PADDING or DROPOUT:
         mbarrier.arrive(ring.k_full.index(stage))
     if block >= STAGES:
@@ -199,12 +199,12 @@ def _end(ring, ceilings, block, tile_size):
     if tile_size > 0:
         if block >= STAGES:
             tiles.meet(k_free(ring, block))
-        _tell(ceilings.states, block, END)
+        tell(ceilings.states, block, END)
         mbarrier.arrive(ring.k_full.index(block % STAGES), count=2)
 
 
 @gluon.jit
-def _tell(stages, block, number):
+def tell(stages, block, number):
     """Write a number for a block's stage."""
     STAGES: gl.constexpr = stages.shape[0]
     zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]

@@ -414,7 +414,7 @@ def _slope_keys(
             low, high, products = wide.ended(
                 low, high, token, shared, block, first_block
             )  # [GROUP_ROWS, LOW], [GROUP_ROWS, BLOCK_E], [GROUP_ROWS, GROUP_ROWS]
-            slopes = wide.slopes_of(products, shared, block)  # [GROUP_ROWS, GROUP_ROWS]
+            slopes = wide.slopes_of(products, shared, block, 0, False)  # [GROUP_ROWS, GROUP_ROWS]
             operand = steps.as_operand(slopes, dtype, LOW)  # [GROUP_ROWS, GROUP_ROWS]
             block = tiles.counted(block + 1)
         low, high = wide.last(

@@ -24,6 +24,11 @@ HOPPER_FORWARD = {
 # Of dq alone. At 256 columns scores of 64 keys would have too few registers.
 HOPPER_DQ = {64: Config(128, 64, 4, 4), 128: Config(128, 64, 4, 4), 256: Config(128, 32, 4, 3)}
 HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
+# Of dk and dv alone, by the columns past 128 of a wide row: blocks of q in a ring, and of dout.
+HOPPER_KEYS = {64: (Config(64, 64, 4, 4), 2), 128: (Config(64, 64, 4, 2), 2)}
+# The same of dq: blocks of k, and of v.
+HOPPER_WIDE_DQ = {64: (Config(128, 64, 4, 3), 2)}
+LOW = 128  # columns of the first part of a wide row
 SEE_PLAIN = "; 'triton' serves it"
 
 
@@ -68,13 +73,18 @@ def columns_of(q: Tensor) -> int:
     return max(64, power_of_2(q.shape[-1]))
 
 
+def high_columns_of(q: Tensor) -> int:
+    """Columns past 128 of a tile of wide rows."""
+    return 64 if q.shape[-1] <= LOW + 64 else LOW
+
+
 def has_dq(q: Tensor, k: Tensor, call: Request) -> bool:
     """Whether the kernel of dq alone serves a call: otherwise the plain one does.
 
     It would read the keys that a mask hides, and the plain kernel's sums of other branches are without the scale.
     Without dropout and up to a head_dim of 128 it was not timed yet.
     """
-    is_asked = call.dropout_p > 0.0 or q.shape[-1] > division.WITH_BACKWARD
+    is_asked = call.dropout_p > 0.0 or q.shape[-1] > division.NARROW
     _, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     return is_asked and call.key_padding_mask is None and not theirs
 
@@ -115,7 +125,7 @@ def forward_start(
     descriptors = [tiles.descriptor(x, r, config.block_n, columns) for r in rates for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
-    named = _named(kernels.forward_kernel, shared, columns, config, len(rates))
+    named = _named(kernels.forward_kernel, shared, config, len(rates)) | {"BLOCK_D": columns}
     named |= {"MASKED": flag is not None, "maxnreg": config.maxnreg}
     return Start(kernels.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
 
@@ -143,9 +153,38 @@ def backward_start(
     descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True)
     tables = schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device)
-    named = _named(kernels.backward_kernel, shared, columns, config, len(rates))
+    named = _named(kernels.backward_kernel, shared, config, len(rates)) | {"BLOCK_D": columns}
     named |= {"CUT": tables.cut, "WITH_DQ": sums is not None}
     return Start(kernels.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
+
+
+def keys_start(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, call: Request,
+    one: schedule.Pass, *, first: bool,
+) -> Start:  # fmt: skip
+    """The same at a head_dim above 128, where it adds no dq: the bits are always the same."""
+    with importing("the module of the warp-specialised dk and dv of wide heads"):
+        from hilbert_lib.attention.triton.hopper import wide_keys as kernels
+
+    high = high_columns_of(q)
+    config, b_stages = HOPPER_KEYS[high]
+    rates = [call.pattern.dilation_rates[i] for i in one.branches]
+    descriptors = _of_parts((q, dout), rates, config.block_m, high)
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True)
+    named = _named(kernels.wide_keys_kernel, shared, config, len(rates))
+    named |= {"BLOCK_E": high, "B_STAGES": b_stages}
+    return Start(kernels.wide_keys_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
+
+
+def _of_parts(tensors: tuple[Tensor, Tensor], rates: list[int], rows: int, high: int) -> list:
+    # Descriptors of two tensors' low parts and then of the high ones, which low ones serve where these are as wide.
+    from hilbert_lib.attention.triton.hopper import tiles
+
+    found = []
+    for columns in (LOW, high) if high < LOW else (LOW,):
+        found += [tiles.descriptor(x, r, rows, columns) for r in rates for x in tensors]
+        found += [None] * (2 * (division.BRANCHES - len(rates)))
+    return found + [None] * (4 * division.BRANCHES - len(found))
 
 
 def dq_start(
@@ -153,6 +192,8 @@ def dq_start(
     one: schedule.Pass, *, first: bool,
 ) -> Start:  # fmt: skip
     """The start of a launch that writes dq, with the same bits every time; unless it is the first, it adds to it."""
+    if q.shape[-1] > LOW and high_columns_of(q) in HOPPER_WIDE_DQ:
+        return _dq_of_parts(dout, q, k, v, lse, delta, dq, call, one, first=first)
     with importing("the module of the warp-specialised dq"):
         from hilbert_lib.attention.triton.hopper import queries as kernels
         from hilbert_lib.attention.triton.hopper import tiles
@@ -163,15 +204,33 @@ def dq_start(
     descriptors = [tiles.descriptor(x, r, config.block_n, columns) for r in rates for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
-    named = _named(kernels.dq_kernel, shared, columns, config, len(rates))
+    named = _named(kernels.dq_kernel, shared, config, len(rates)) | {"BLOCK_D": columns}
     named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
     return Start(kernels.dq_kernel, grid, (q, dout, lse, delta, dq, *descriptors), named)
 
 
-def _named(kernel, shared: dict, columns: int, config: Config, branches: int) -> dict:
+def _dq_of_parts(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, call: Request,
+    one: schedule.Pass, *, first: bool,
+) -> Start:  # fmt: skip
+    with importing("the module of the warp-specialised dq of wide heads"):
+        from hilbert_lib.attention.triton.hopper import wide_queries as kernels
+
+    high = high_columns_of(q)
+    config, v_stages = HOPPER_WIDE_DQ[high]
+    rates = [call.pattern.dilation_rates[i] for i in one.branches]
+    descriptors = _of_parts((k, v), rates, config.block_n, high)
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
+    named = _named(kernels.wide_dq_kernel, shared, config, len(rates))
+    named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
+    named |= {"BLOCK_E": high, "V_STAGES": v_stages}
+    return Start(kernels.wide_dq_kernel, grid, (q, dout, lse, delta, dq, *descriptors), named)
+
+
+def _named(kernel, shared: dict, config: Config, branches: int) -> dict:
     # Those shared arguments that this kernel takes, and what both kernels take besides; four warps a group.
     names = set(kernel.arg_names)
-    own = {"BLOCK_D": columns, "STAGES": config.num_stages, "N_BRANCHES": branches, "num_warps": 4}
+    own = {"STAGES": config.num_stages, "N_BRANCHES": branches, "num_warps": 4}
     if not shared["PADDING"] and "padding" in names:
         own["padding"] = None
     if not shared["drop_below"]:  # the share may be too small to drop one of 2^32

@@ -18,9 +18,14 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from hilbert_lib.attention.triton.geometry import LOG2_E
+from hilbert_lib.attention.triton.geometry import LOG2_E, kept_factor
 from hilbert_lib.attention.triton.hopper import boxes, tiles
 
 LOW = gl.constexpr(128)  # columns of the first part
@@ -31,6 +36,54 @@ class Parts(NamedTuple):
 
     low: gl.shared_memory_descriptor  # [tiles, *box, 1, 128]
     high: gl.shared_memory_descriptor  # [tiles, *box, 1, BLOCK_E]
+
+
+@gluon.jit
+def allocated_rows(low, COUNT: gl.constexpr, BLOCK_E: gl.constexpr):
+    """Room for tiles of 64 rows of a sequence; low: a descriptor of the low part of one."""
+    return Parts(
+        gl.allocate_shared_memory(low.dtype, [COUNT, 1, tiles.GROUP_ROWS, 1, 1, LOW], low.layout),
+        gl.allocate_shared_memory(low.dtype, [COUNT, 1, tiles.GROUP_ROWS, 1, 1, BLOCK_E], low.layout),
+    )
+
+
+@gluon.jit
+def read(head, stride, row, parts, number, HEAD_DIM: gl.constexpr):
+    """Read rows of a head into tile `number`, zeros where `row` is -1. Products see them."""
+    _read_part(head, stride, row, boxes.rows_of(parts.low, number), 0, HEAD_DIM)
+    _read_part(head, stride, row, boxes.rows_of(parts.high, number), LOW, HEAD_DIM)
+    fence_async_shared()
+
+
+@gluon.jit
+def _read_part(head, stride, row, tile, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    layout: gl.constexpr = tiles.row_layout(tile.shape[1])
+    row = gl.convert_layout(row, gl.SliceLayout(1, layout))[:, None]  # [GROUP_ROWS, 1]
+    dims = FIRST + gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]  # [1, columns]
+    mask = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, columns]
+    tile.store(gl.load(head + row.to(gl.int64) * stride + dims, mask=mask, other=0.0))
+
+
+@gluon.jit
+def write(low, high, head, stride, row, HEAD_DIM: gl.constexpr, READ_PARTIAL: gl.constexpr):
+    """Write both parts of a result to rows of a head, of which those numbered -1 are none.
+
+    With READ_PARTIAL they are added to those in memory.
+    """
+    _write_part(low, head, stride, row, 0, HEAD_DIM, READ_PARTIAL)
+    _write_part(high, head, stride, row, LOW, HEAD_DIM, READ_PARTIAL)
+
+
+@gluon.jit
+def _write_part(part, head, stride, row, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, READ_PARTIAL: gl.constexpr):
+    layout: gl.constexpr = part.type.layout
+    row = gl.convert_layout(row, gl.SliceLayout(1, layout))[:, None]  # [GROUP_ROWS, 1]
+    dims = FIRST + gl.arange(0, part.shape[1], gl.SliceLayout(0, layout))[None, :]  # [1, columns]
+    written = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, columns]
+    at = head + row.to(gl.int64) * stride + dims  # [GROUP_ROWS, columns]
+    if READ_PARTIAL:
+        part += gl.load(at, mask=written, other=0.0).to(gl.float32)
+    gl.store(at, part.to(head.dtype.element_ty), mask=written)
 
 
 @gluon.jit
@@ -74,15 +127,15 @@ def nothing(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def product(tile, ring, block):
-    """The product of a tile and a box, started."""
+def product(tile, ring, block, NUMBER: gl.constexpr = 0):
+    """The product of tile NUMBER and a box, started."""
     ROWS: gl.constexpr = tiles.GROUP_ROWS
     of_low = warpgroup_mma(
-        boxes.rows_of(tile.low, 0), tiles.tile_of_stage(ring.low, block).permute((1, 0)), nothing(ROWS), use_acc=False,
-        is_async=True,
+        boxes.rows_of(tile.low, NUMBER), tiles.tile_of_stage(ring.low, block).permute((1, 0)), nothing(ROWS),
+        use_acc=False, is_async=True,
     )  # [GROUP_ROWS, GROUP_ROWS]  # fmt: skip
     return warpgroup_mma(
-        boxes.rows_of(tile.high, 0), tiles.tile_of_stage(ring.high, block).permute((1, 0)), of_low, is_async=True
+        boxes.rows_of(tile.high, NUMBER), tiles.tile_of_stage(ring.high, block).permute((1, 0)), of_low, is_async=True
     )
 
 
@@ -161,13 +214,23 @@ def hand_over(weights, shared, block):
 
 
 @gluon.jit
-def slopes_of(products, shared, block):
-    """Slopes of the weights that the other group hands over, from products of y and a box of queries (columns)."""
+def slopes_of(products, shared, block, drop_below, DROPOUT: gl.constexpr):
+    """Slopes of the weights that the other group hands over, from products of y and a box of queries (columns).
+
+    With DROPOUT weights with a minus were dropped.
+    """
     stage = block % shared.delta_rows.shape[0]
     delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, products.type.layout))  # [GROUP_ROWS]
-    products = products - delta_row[None, :]  # [GROUP_ROWS, GROUP_ROWS]
-    tiles.wait_full(shared.weights_full, block)
-    slopes = shared.weights.load(products.type.layout) * products  # [GROUP_ROWS, GROUP_ROWS]
+    if DROPOUT:
+        products = products * kept_factor(drop_below)  # [GROUP_ROWS, GROUP_ROWS]
+        tiles.wait_full(shared.weights_full, block)
+        weights = shared.weights.load(products.type.layout)  # [GROUP_ROWS, GROUP_ROWS]
+        products = gl.where(weights < 0.0, 0.0, products) - delta_row[None, :]  # [GROUP_ROWS, GROUP_ROWS]
+        slopes = gl.abs(weights) * products  # [GROUP_ROWS, GROUP_ROWS]
+    else:
+        products = products - delta_row[None, :]  # [GROUP_ROWS, GROUP_ROWS]
+        tiles.wait_full(shared.weights_full, block)
+        slopes = shared.weights.load(products.type.layout) * products  # [GROUP_ROWS, GROUP_ROWS]
     mbarrier.arrive(shared.weights_free.index(0))
     return slopes
 
