@@ -119,7 +119,7 @@ def test_they_drop_what_the_reference_drops(served, case, kind):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("head_dim", [136, 192, 256])
+@pytest.mark.parametrize("head_dim", [136, 160, 192, 256])
 def test_heads_above_128_equal_the_reference(served, head_dim, dropout_p, is_causal):
     pattern, tensors = DilatedPattern((512, 1024), (1, 2)), tokens(2049, 4, 2, head_dim)
     options = {"is_causal": is_causal, "dropout_p": dropout_p}
@@ -127,6 +127,34 @@ def test_heads_above_128_equal_the_reference(served, head_dim, dropout_p, is_cau
     expected = exactly(tensors, pattern, **options)
     torch.manual_seed(5)
     assert off(served(tensors, pattern, **options), expected) < 4e-3
+
+
+# The second pattern has launches of its own and a branch of the plain kernels, the third six branches in one launch,
+# whose descriptors take more than 4,096 bytes of arguments.
+@pytest.mark.parametrize("kind", ["none", "some", "ends"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize(
+    ("branches", "length"),
+    [
+        (((512, 1024), (1, 2)), 2049),
+        (((256, 500, 2048), (1, 2, 6)), 1000),
+        (((256, 512, 1024, 2048, 2048, 2048), (1,) * 6), 2048),
+    ],
+)
+def test_heads_above_128_equal_it_beside_a_mask_of_keys(served, branches, length, head_dim, is_causal, kind):
+    pattern, tensors, options = DilatedPattern(*branches), tokens(length, 4, 2, head_dim), {"is_causal": is_causal}
+    if kind != "none":
+        options["key_padding_mask"] = hidden_keys(kind, 2, length).to(DEVICE)
+    assert off(served(tensors, pattern, **options), exactly(tensors, pattern, **options)) < 6e-3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [160, 256])
+def test_gradients_of_heads_above_128_repeat_their_bits(served, head_dim, is_causal):
+    pattern, tensors = DilatedPattern((512, 1024, 2048), (1, 2, 4)), tokens(4096, 4, 2, head_dim)
+    first, *others = (served(tensors, pattern, is_causal=is_causal) for _ in range(5))
+    assert all(all(map(torch.equal, first, each)) for each in others)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
@@ -139,7 +167,7 @@ def test_lengths_of_which_few_tiles_are_cut_equal_the_reference(served, length, 
     assert off(served(tensors, pattern, dropout_p=dropout_p), expected) < 6e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("branches", [((2048, 16384), (1, 6)), ((2048, 4096, 8192, 16384), (1, 2, 4, 6))])
 def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, branches, is_causal, head_dim):
