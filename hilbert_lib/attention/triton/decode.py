@@ -13,6 +13,8 @@ Where sequences begin at rows that only the device knows (`starts.py`), as many 
 segments need, and those of a sequence that needs fewer end at once.
 """
 
+from operator import itemgetter
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,7 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.schedule import head_offsets
-from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.attention.triton.start import Made, Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.dilated import DilatedPattern
 
@@ -93,22 +95,20 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     table = _table(call.pattern, kv_heads, q.device)
     branches = len(call.pattern.branches)
     pairs = branches * kv_heads
-    # One part for each chunk of each branch's keys.
-    partial_out = torch.empty(batch, heads, queries, parts, head_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(batch, heads, queries, parts, dtype=torch.float32, device=q.device)
     block_m = min(TILE_ROWS[k.element_size()], max(16, geometry.power_of_2(rows)))
     tiles = triton.cdiv(rows, block_m)
+    row_starts = starts_of_rows(call)
     # q stands in for tensors that are not used.
-    arguments = (
-        q, k, v, partial_out, partial_lse, table,
+    masks = (
         q if call.inverse is None else call.inverse,
         q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
         q if call.seed is None else call.seed,
+    )
+    numbers = (
         call.scale, drop_below(call.dropout_p),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], k.shape[1],
         first, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
     )  # fmt: skip
-    row_starts = starts_of_rows(call)
     named = {
         **{"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK_M": block_m, "BLOCK_N": block_n},
         **{"PAIRS": geometry.power_of_2(pairs), "SEVERAL": queries > 1, "CAUSAL": call.is_causal},
@@ -117,18 +117,35 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
         **{"num_warps": NUM_WARPS, "num_stages": NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES)},
         **row_starts,
     }
-    starts = [Start(decode_kernel, (batch * units * tiles,), arguments, named)]
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    arguments = (
-        partial_out, partial_lse, out, lse, table,
-        first, queries, keys, heads, kv_heads, group, branches, chunk, parts,
-    )  # fmt: skip
-    named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns, "CAUSAL": call.is_causal}
-    named |= row_starts
-    starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
-    start(lambda: starts, (q,), keep=False)  # not recorded: every step of decoding is of another kind
-    return out, lse
+    named_of_merge = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns}
+    named_of_merge |= {"CAUSAL": call.is_causal} | row_starts
+    sizes = first, queries, keys, heads, kv_heads, group, branches, chunk, parts
+
+    def starts(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> list[Start]:
+        tensors = q, k, v, partial_out, partial_lse, table, *masks
+        merged = partial_out, partial_lse, out, lse, table, *sizes
+        return [
+            Start(decode_kernel, (batch * units * tiles,), (*tensors, *numbers), named),
+            Start(merge_kernel, (batch * queries * heads,), merged, named_of_merge),
+        ]
+
+    made = (*made_of_parts(q, parts), Made(q.shape, dtype), Made((batch, heads, queries), torch.float32))
+    tensors = q, k, v, *call.tensors, call.query_starts, call.key_start
+    return start(starts, tensors, "decode", *call.options, made=made, finish=itemgetter(2, 3), keep=is_repeated(call))
+
+
+def made_of_parts(q: Tensor, parts: int) -> tuple[Made, Made]:
+    """The output and the lse of each part of the keys."""
+    batch, queries, heads, head_dim = q.shape
+    return (
+        Made((batch, heads, queries, parts, head_dim), torch.float32),
+        Made((batch, heads, queries, parts), torch.float32),
+    )
+
+
+def is_repeated(call: Request) -> bool:
+    """Whether calls of one kind may follow: with q at a row that the host knows each step of decoding is another."""
+    return _reads_starts(call) or not call.query_start
 
 
 def products_of_few_rows() -> str:

@@ -6,6 +6,8 @@ A program takes one query of all heads of a KV head, and a chunk of its window. 
     programs            part 0    part 1    part 2       -> decode.merge_kernel -> out, lse
 """
 
+from operator import itemgetter
+
 import torch
 import triton
 import triton.language as tl
@@ -20,13 +22,14 @@ from hilbert_lib.attention.triton.decode import (
     NUM_STAGES,
     NUM_WARPS,
     PROGRAMS,
+    made_of_parts,
     merge_kernel,
     products_of_few_rows,
     rows_held,
     starts_of_rows,
     step_keys,
 )
-from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.attention.triton.start import Made, Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.neighbourhood import EDGES
 
@@ -48,14 +51,12 @@ def attend_in_windows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
     least = max(KEYS_PER_ROW * group, triton.cdiv(batch * kv_heads * queries * most, PROGRAMS))
     chunk = triton.cdiv(least, block_n) * block_n
     tiles, parts = triton.cdiv(group, block_m), triton.cdiv(most, chunk) + (extra > 0)
-    partial_out = torch.empty(batch, heads, queries, parts, head_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(batch, heads, queries, parts, dtype=torch.float32, device=q.device)
     padding, extra_padding = (
         None if mask is None else mask.contiguous() for mask in (request.key_padding_mask, request.extra_padding_mask)
     )
     bias = None if inputs.bias is None else as_computed(inputs.bias.contiguous())[0]
-    arguments = (
-        q, k, v, extra_k, extra_v, partial_out, partial_lse, _windows(request.neighbourhoods, q.device),
+    windows, one_branch = _windows(request.neighbourhoods, q.device), _one_branch(kv_heads, q.device)
+    numbers = (
         request.scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *extra_k.stride()[:3], *extra_v.stride()[:3],
         keys, extra, request.first_query, queries, keys, kv_heads, group, axis.dilation, axis.stride,
         request.pattern.bias_sides[0], extra,
@@ -68,24 +69,24 @@ def attend_in_windows(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor
         "padding": padding, "extra_padding": extra_padding, "bias": bias,
         **starts_of_rows(request),
     }  # fmt: skip
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    # To the merge the parts are chunks of one key each, of one branch that holds every position.
-    arguments_of_merge = (
-        partial_out, partial_lse, out, lse, _one_branch(kv_heads, q.device),
-        0, queries, parts, heads, kv_heads, group, 1, 1, parts,
-    )  # fmt: skip
-    starts = [
-        Start(line_kernel, (batch * kv_heads * queries * tiles * parts,), arguments, named),
-        Start(
-            merge_kernel,
-            (batch * queries * heads,),
-            arguments_of_merge,
-            sizes | {"BLOCK": MERGED_ELEMENTS // sizes["BLOCK_D"]},
-        ),
-    ]
-    start(lambda: starts, (q,), keep=False)  # not recorded, as in `decode.py`
-    return out, lse
+    named_of_merge = sizes | {"BLOCK": MERGED_ELEMENTS // sizes["BLOCK_D"]}
+
+    def starts(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> list[Start]:
+        tensors = q, k, v, extra_k, extra_v, partial_out, partial_lse, windows
+        # To the merge the parts are chunks of one key each, of one branch that holds every position.
+        merged = (
+            partial_out, partial_lse, out, lse, one_branch,
+            0, queries, parts, heads, kv_heads, group, 1, 1, parts,
+        )  # fmt: skip
+        return [
+            Start(line_kernel, (batch * kv_heads * queries * tiles * parts,), (*tensors, *numbers), named),
+            Start(merge_kernel, (batch * queries * heads,), merged, named_of_merge),
+        ]
+
+    made = (*made_of_parts(q, parts), Made(q.shape, dtype), Made((batch, heads, queries), torch.float32))
+    masks = request.key_padding_mask, request.extra_padding_mask, request.query_starts, request.key_start
+    tensors = q, k, v, extra_k, extra_v, inputs.bias, *masks
+    return start(starts, tensors, "decode a line", *request.options, made=made, finish=itemgetter(2, 3))
 
 
 @cached_for_graphs()

@@ -3,7 +3,7 @@
     python tests/attention/triton/host_times.py [CALL ...]
 
 Microseconds of the thread, the least of many rounds: without a gradient, forward, forward and backward. Calls are
-those of `known_launches.CALLS`. A GPU's driver comes on top, and torch's dense kernels, for which stand-ins only make
+those of `known_launches`. A GPU's driver comes on top, and torch's dense kernels, for which stand-ins only make
 results. What autograd adds up takes a CPU's time here. A process of its own, as `known_launches.py`.
 """
 
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import kept_starts
 import known_launches
 import torch
-from known_launches import CALLS, arguments_of
+from known_launches import CALLS, EVERY, STEPS, arguments_of
 
 ROUNDS, REPEATED, WARM = 30, 30, 6
 
@@ -34,10 +34,14 @@ class ComputesNothing(torch.autograd.Function):
 def runs_of(name: str) -> list:
     """The three calls of a kind, each warm: its launches are those of a recording."""
     given = arguments_of(name) if name else arguments_of("sequence")
-    function = CALLS[name][0] if name else lambda q, k, v, **_: ComputesNothing.apply(q, k, v)
+    function = EVERY[name][0] if name else lambda q, k, v, **_: ComputesNothing.apply(q, k, v)
     plain = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in given.items()}
     leaves = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 
+    if not leaves:  # of a step of decoding
+        for _ in range(WARM):
+            function(**given)
+        return [lambda: function(**given)]
     first = function(**given)
     douts = [torch.zeros_like(x) for x in (first if isinstance(first, tuple) else (first,))]
 
@@ -72,6 +76,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.disable()
     print("| us | no gradient | forward | forward and backward |\n| --- | --- | --- | --- |")
-    for name in ("", *(sys.argv[1:] or CALLS)):
+    for name in ("", *(sys.argv[1:] or (*CALLS, *STEPS))):
         cells = [f"{least_us(run):.1f}" for run in runs_of(name)]
         print(f"| {name or 'a function that computes nothing'} | {' | '.join(cells)} |")

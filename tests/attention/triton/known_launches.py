@@ -25,7 +25,9 @@ from hilbert_lib.attention import joint as joint_room
 from hilbert_lib.attention.backends import all_pairs, dense, fused, fused_grid, listed_grid
 from hilbert_lib.attention.backends import strided as strided_views
 from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import Rule
+from hilbert_lib.attention.triton import decode
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -53,6 +55,12 @@ def drawn(heads: int = 2, length: int = LENGTH, dtype=torch.bfloat16, columns: i
 
 def extra_tensors(length: int = EXTRA) -> dict[str, torch.Tensor]:
     return {f"extra_{name}": drawn(length=length) for name in "qkv"}
+
+
+def step(queries: int = 1) -> dict:
+    with torch.no_grad():
+        q, k, v = (drawn(length=length).detach() for length in (queries, LENGTH, LENGTH))
+    return {"q": q, "k": k, "v": v, "query_start": torch.tensor([5])}
 
 
 def joint(length: int = EXTRA) -> dict:
@@ -128,6 +136,19 @@ CALLS = {
     "joint with a mask": (neighbourhood_attention, lambda: joint() | {"extra_padding_mask": hidden(EXTRA)}),
     "joint of a union": (attend, lambda: {"pattern": UNION, **extra_tensors()}),
 }
+# Steps of decoding at rows that only the device knows: forward alone.
+STEPS = {
+    "a step": (dilated_attention, lambda: step() | {"pattern": PATTERN, "is_causal": True}),
+    "a step, padded on the left": (
+        dilated_attention,
+        lambda: step() | {"pattern": PATTERN, "key_start": torch.tensor([3]), "key_padding_mask": hidden(LENGTH)},
+    ),
+    "a step on a line": (
+        neighbourhood_attention,
+        lambda: step() | {"neighbourhood": Neighbourhood((LENGTH,), 7, is_causal=True)},
+    ),
+    "several queries": (dilated_attention, lambda: step(3) | {"pattern": PATTERN, "is_causal": True}),
+}
 # Their functions copy heads besides: they run, and launches alone are recorded.
 BY_HEADS = (NEAR, Neighbourhood((8, 16), 3))
 OTHERS = {
@@ -135,8 +156,11 @@ OTHERS = {
 }
 
 
+EVERY = CALLS | STEPS | OTHERS
+
+
 def arguments_of(name: str) -> dict:
-    return {"q": drawn(), "k": drawn(), "v": drawn(), **(CALLS | OTHERS)[name][1]()}
+    return {"q": drawn(), "k": drawn(), "v": drawn(), **EVERY[name][1]()}
 
 
 def launched(tensors: dict[str, torch.Tensor]) -> str:
@@ -180,7 +204,7 @@ def called(name: str, arguments: dict | None = None, during=nullcontext, during_
     ran.clear()
     begun.clear()
     with during():
-        made = (CALLS | OTHERS)[name][0](**arguments, return_lse=True)
+        made = EVERY[name][0](**arguments, return_lse=True)
     results = tensors | {f"result {n}": x for n, x in enumerate(made)}
     outs = made[::2]  # of cells, and of extra queries
     how, launches = [computed_of(outs)], [launched(results)]
@@ -360,6 +384,13 @@ if __name__ == "__main__":
         for kind, arguments in (("made there", of_mode), ("made elsewhere", arguments_of(name))):
             how = [called(name, arguments, during=torch.inference_mode)[0] for _ in range(4)]
             told["in inference mode"][f"{name}, {kind}"] = how
+    told["steps"] = {name: [called(name) for _ in range(4)] for name in STEPS}
+    told["steps"] = {
+        name: [[how for how, *_ in calls], [calls[n][1] == calls[1][1] for n in (2, 3)]]
+        for name, calls in told["steps"].items()
+    }
+    known = Request(PATTERN, query_start=5, is_causal=True)
+    told["steps at rows that the host knows"] = decode.is_repeated(known)
     told["others"] = {name: [called(name)[0] for _ in range(4)] for name in OTHERS}
     precision = {"during": partial(setting, put_precision, "tf32", "ieee")}
     for _ in range(3):

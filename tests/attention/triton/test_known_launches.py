@@ -24,7 +24,7 @@ def told():
 
 def test_a_third_call_starts_what_the_second_one_did_and_runs_no_function_of_a_backend(told):
     others = ("changes", "backward changes", "forgotten", "others", "in inference mode")
-    calls = {name: each for name, each in told.items() if name not in others}
+    calls = {name: each for name, each in told.items() if name not in others and "steps" not in name}
     assert len(calls) == 24
     for name, (how, equal, held) in calls.items():
         assert how == [["ran"] * 2] * 2 + [["replayed"] * 2] * 2, name
@@ -36,6 +36,14 @@ def test_calls_in_inference_mode_are_repeated_where_they_are_of_several_starts_t
     assert len(told["in inference mode"]) == 8
     for name, how in told["in inference mode"].items():
         assert how == [["ran"], ["ran"], ["replayed"], ["replayed"]], name
+
+
+def test_a_step_of_decoding_is_repeated_where_the_device_alone_knows_its_row(told):
+    assert len(told["steps"]) == 4
+    for name, (how, equal) in told["steps"].items():
+        assert how == [["ran"], ["ran"], ["replayed"], ["replayed"]], name
+        assert equal == [True, True], name
+    assert not told["steps at rows that the host knows"], "each is of another kind: they would fill the cache"
 
 
 def test_a_call_that_does_more_than_its_starts_runs_its_function_each_time(told):
