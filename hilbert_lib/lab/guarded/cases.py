@@ -171,7 +171,8 @@ def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
 
     for line in {line["key"]: line for line in lines if "point" in line}.values():
         point, records = line["point"], line["records"]
-        speeds = side_table(records, SWEEP).eval("iqr_ms = high_ms - low_ms") if records else pd.DataFrame({"name": []})
+        speeds = side_table(records, SWEEP) if records else pd.DataFrame({"name": [], "high_ms": [], "low_ms": []})
+        speeds["iqr_ms"] = speeds.high_ms - speeds.low_ms
         pairs = [record for record in records if "a" in record]
         ratios = ratio_table(pairs, SWEEP) if pairs else pd.DataFrame({"b": []})
         for backend, outcome in line["outcomes"].items():

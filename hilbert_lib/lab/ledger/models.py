@@ -61,12 +61,16 @@ def _points_by_order() -> pd.DataFrame:
 
 def hit_rate_gained(*, dilation: int) -> pd.DataFrame:
     """Percentage points of hit rate that the Hilbert order gains over linear, in an exact LRU cache of each size."""
-    capacities = [1024 * kib for kib in CACHE_KIB]
-    pattern = DilatedPattern((LENGTH,), (dilation,))
-    table = hit_rates(pattern, length=LENGTH, row_bytes=ROW_BYTES, capacities=capacities, names=ORDERS)
-    rates = table.pivot(index=["row_bytes", "capacity_bytes"], columns="ordering", values="hit_rate")
+    rates = _hit_rates(dilation).pivot(index=["row_bytes", "capacity_bytes"], columns="ordering", values="hit_rate")
     gain = (100 * (rates.hilbert - rates.linear)).rename("value").reset_index()
     return counted(gain.assign(cache_kib=gain.pop("capacity_bytes") // 1024))
+
+
+@cache
+def _hit_rates(dilation: int) -> pd.DataFrame:
+    capacities = [1024 * kib for kib in CACHE_KIB]
+    pattern = DilatedPattern((LENGTH,), (dilation,))
+    return hit_rates(pattern, length=LENGTH, row_bytes=ROW_BYTES, capacities=capacities, names=ORDERS)
 
 
 def saved_by_restarting() -> pd.DataFrame:
