@@ -82,13 +82,32 @@ def mask_blocks(
     >>> mask_blocks(row, Ordering.linear(4), q_block=2, kv_block=2).partial.int().tolist()
     [[1, 0], [0, 1]]
     """
+    sizes = _block_sizes(q_block, kv_block)
+    cells = _stored_cells(neighbourhood, ordering, device, queries)
+    full = _full_blocks(neighbourhood, *cells, *sizes)
+    return Blocks(_touched_blocks(neighbourhood, *cells, *sizes) & ~full, full)
+
+
+def touched_blocks(
+    neighbourhood: Neighbourhood, ordering: Ordering | None, *, q_block: int, kv_block: int, device: object = None
+) -> Tensor:
+    """The blocks that `mask_blocks` calls partial or full: (query blocks, key blocks) bool. Which is not looked for."""
+    sizes = _block_sizes(q_block, kv_block)
+    return _touched_blocks(neighbourhood, *_stored_cells(neighbourhood, ordering, device), *sizes)
+
+
+def _block_sizes(q_block: int, kv_block: int) -> tuple[int, int]:
+    return checks.integer("q_block", q_block, least=1), checks.integer("kv_block", kv_block, least=1)
+
+
+def _stored_cells(
+    neighbourhood: Neighbourhood, ordering: Ordering | None, device: object, queries: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    # The cells of the queries and of the keys, as they are stored.
     check_length(neighbourhood, ordering)
-    q_block, kv_block = (checks.integer(n, x, least=1) for n, x in (("q_block", q_block), ("kv_block", kv_block)))
     device = checks.device(device)
     perm = torch.arange(neighbourhood.length, device=device) if ordering is None else ordering.perm.to(device)
-    cells = perm if queries is None else queries, perm
-    full = _full_blocks(neighbourhood, *cells, q_block, kv_block)
-    return Blocks(_touched_blocks(neighbourhood, *cells, q_block, kv_block) & ~full, full)
+    return perm if queries is None else queries, perm
 
 
 def check_length(neighbourhood: Neighbourhood, ordering: Ordering | None) -> None:

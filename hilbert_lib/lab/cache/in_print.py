@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hilbert_lib.lab.cache.neighbourhood import BLOCK
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.patterns.blocks import mask_blocks
+from hilbert_lib.patterns.blocks import touched_blocks
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
 
@@ -255,8 +255,7 @@ def _found_on(axis: Axis) -> float:
 
 def blocks_used(pattern: Neighbourhood, ordering: Ordering) -> tuple[int, float]:
     """Blocks of 128 x 128 that FlexAttention computes, and the share of their pairs that attend."""
-    blocks = mask_blocks(pattern, ordering, q_block=BLOCK, kv_block=BLOCK)
-    touched = int((blocks.partial | blocks.full).sum())
+    touched = int(touched_blocks(pattern, ordering, q_block=BLOCK, kv_block=BLOCK).sum())
     return touched, pattern.pairs / (touched * BLOCK**2)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hilbert_lib import checks
 from hilbert_lib.attention import grid_lists
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.patterns.blocks import axis_tiles, check_length, mask_blocks
+from hilbert_lib.patterns.blocks import axis_tiles, check_length, mask_blocks, touched_blocks
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.ring.plan.shards import Runs
 
@@ -45,8 +45,8 @@ def of_axes(values: Sequence[int]) -> int | str:
 
 def used_by_blocks(neighbourhood: Neighbourhood, ordering: Ordering, *, device: object = None) -> float:
     """The share of the pairs in the blocks that FlexAttention computes which attend, cells stored in an order."""
-    blocks = mask_blocks(neighbourhood, ordering, q_block=BLOCK, kv_block=BLOCK, device=device)
-    return neighbourhood.pairs / (int((blocks.partial | blocks.full).sum()) * BLOCK**2)
+    touched = touched_blocks(neighbourhood, ordering, q_block=BLOCK, kv_block=BLOCK, device=device)
+    return neighbourhood.pairs / (int(touched.sum()) * BLOCK**2)
 
 
 def least_window(shape: Sequence[int], *, order: str = "hilbert") -> int:

@@ -4,6 +4,7 @@ A cell of the map is a grid, a window, a dilation and a kernel. Above 1 the orde
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from math import prod
 
@@ -14,7 +15,7 @@ from hilbert_lib import checks
 from hilbert_lib.lab.cache.neighbourhood import BLOCK, used_by_boxes
 from hilbert_lib.lab.cache.points import HALVED, count_lists
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.patterns.blocks import mask_blocks
+from hilbert_lib.patterns import blocks
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 SIDES, WINDOWS, DILATIONS, BLOCKS = (64, 128, 256), (3, 5, 7, 9, 11, 13, 17, 33, 65), (1, 2, 4), (128, 64)
@@ -52,8 +53,7 @@ def map_orders(shape: Sequence[int], dilation: int) -> dict[str, Ordering]:
 
 def touched_blocks(near: Neighbourhood, order: Ordering, size: int, *, device: object = None) -> int:
     """Blocks of `size` x `size` tokens that hold a pair that attends, of cells that are stored in an order."""
-    blocks = mask_blocks(near, order, q_block=size, kv_block=size, device=device)
-    return int((blocks.partial | blocks.full).sum())
+    return int(blocks.touched_blocks(near, order, q_block=size, kv_block=size, device=device).sum())
 
 
 def count_order_map(
@@ -89,11 +89,11 @@ def count_order_map(
 def _cells(near: Neighbourhood, block_sizes: Sequence[int], device: object) -> Iterator[tuple[str, int, str, float]]:
     # Kernel, block size, order and ratio.
     orders = map_orders(near.shape, near.dilation[0])
+    count = cache(lambda name, size: touched_blocks(near, orders[name], size, device=device))
     for size in block_sizes:
-        touched = {name: touched_blocks(near, order, size, device=device) for name, order in orders.items()}
-        yield from (("blocks", size, name, touched[ROWS] / touched[name]) for name in touched if name != ROWS)
+        yield from (("blocks", size, name, count(ROWS, size) / count(name, size)) for name in orders if name != ROWS)
     if near.dilation == (1, 1):
-        fewest = min(touched_blocks(near, orders[name], BLOCK, device=device) for name in (ROWS, HILBERT))
+        fewest = min(count(name, BLOCK) for name in (ROWS, HILBERT))
         yield "boxes", BLOCK, ROWS, used_by_boxes(near) * fewest * BLOCK**2 / near.pairs
 
 

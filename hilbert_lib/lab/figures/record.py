@@ -23,6 +23,7 @@ from hilbert_lib.files import json_text, write_whole
 FIGURES = "figures.json.gz"  # of a folder: what each of its figures is drawn from
 ROOM = "hilbert_lib.lab.figures"
 
+AS_IT_IS = {"compress_level": 0}  # of a picture that is read at once, and compressed in its few colours
 STYLE = {
     "figure.dpi": 90,  # in a notebook, which stays small; the files beside it are finer
     "savefig.dpi": 150,
@@ -132,12 +133,13 @@ def _box(figure: Figure) -> Bbox:
 
 
 def _shown(figure: Figure) -> str:
-    return b64encode(in_256_colours(print_figure(figure, "png", bbox_inches=_box(figure)))).decode()
+    png = print_figure(figure, "png", bbox_inches=_box(figure), pil_kwargs=AS_IT_IS)
+    return b64encode(in_256_colours(png)).decode()
 
 
 def _save(figure: Figure, stem: Path) -> None:
     with BytesIO() as png:
-        figure.savefig(png, format="png", bbox_inches=_box(figure))
+        figure.savefig(png, format="png", bbox_inches=_box(figure), pil_kwargs=AS_IT_IS)
         stem.with_name(f"{stem.name}.png").write_bytes(in_256_colours(png.getvalue()))
 
 
