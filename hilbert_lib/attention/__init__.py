@@ -4,7 +4,7 @@ api            attend, for every pattern, and a door for each kind
 validation     the arguments, checked: tensors, and a request of all else
 request        one validated request
 known_calls    one look-up from a call to the launches of an earlier one of its form
-tape           the starts of a call that later calls of its form only repeat
+tape           the starts and steps of a call that later calls of its form only repeat
 operators      forward and backward as torch operators, one node each to torch.compile
 choice         which backend serves a call, and why
 rules          what "auto" goes by, as data

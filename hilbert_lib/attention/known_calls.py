@@ -8,7 +8,7 @@
 
     call of a form   arguments    function of the backend   launches
     first            validated    runs                      compiled
-    second           looked up    runs                      recorded, where the function only starts kernels
+    second           looked up    runs                      recorded, where `tape` holds all that the function did
     third and later  looked up    -                         those of the recording, with the new addresses
 
 Nothing here holds a tensor. A call has no form, and is validated each time, where somebody watches torch's operators or
