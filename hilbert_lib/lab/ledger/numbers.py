@@ -48,6 +48,7 @@ from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes, segment_table
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
+from hilbert_lib.lab.sweeps.processes import process_table
 from hilbert_lib.lab.sweeps.video import step_table
 from hilbert_lib.lab.tables import both_ways, fused_name, side_table
 from hilbert_lib.lab.training import KIND as TRAINING
@@ -213,13 +214,23 @@ def _grids(records: list[dict]) -> dict:
 
 
 def _speeds(records: list[dict], length: int = LENGTH, prefix: str = "") -> dict:
-    """TFLOP/s and error of the fused kernel, and the backend nearest to it, on the reference work."""
-    slots = {}
+    """TFLOP/s and error of the fused kernel, and the backend nearest to it, on the reference work.
+
+    Of a ratio that fresh processes timed again, their median stands; its ends are the least and the largest of them.
+    """
+    slots, again = {}, process_table(records)
     for row in kernels.fused_speeds(records, length=length).itertuples():
         name = f"{prefix}{row.direction}_{row.head_dim}"
         slots |= {name: f"{row.tflop_per_s:.0f}", f"{name}_error": f"{row.error:.2g}", f"{name}_other": row.other}
         slots |= {f"{name}_other_speed": f"{row.tflop_per_s_other:.0f}", f"{name}_ratio": f"{row.value:.2f}"}
         slots |= {f"{name}_ratio_low": f"{row.low:.2f}", f"{name}_ratio_high": f"{row.high:.2f}"}
+        case = f"a == {row.other!r} and direction == {row.direction!r} and head_dim == {row.head_dim}"
+        for repeated in again.query(f"{case} and length == {length}").itertuples():
+            ratios = {"": repeated.ratio, "_low": repeated.low, "_high": repeated.high}
+            slots |= {f"{name}_ratio{end}": f"{ratio:.2f}" for end, ratio in ratios.items()}
+    counts = again.processes[again.length == length]
+    within = "its 95 % interval within one process"
+    slots[f"{prefix}ratio_ends"] = f"the least and the largest of {counts.min()} processes" if len(counts) else within
     return slots
 
 

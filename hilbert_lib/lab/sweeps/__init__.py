@@ -3,6 +3,7 @@
 causes       04, 09: the documents' comparisons rebuilt, with one cause of a ratio at a time
 memory       05: CUDA graphs, memory pools and caches of patterns
 kernels      06: backends side by side, and what an order of k and v changes
+processes    06: the headline pairs again, in fresh processes
 counters     06: what the hardware counts
 options      06c: what an option of a call costs, and what others take for it
 video        06c: the attention of a published video model
@@ -63,7 +64,7 @@ PUBLIC = {
         "tile_pairs",
         "window_pairs",
     ),
-    "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "single_branches"),
+    "hilbert_lib.lab.sweeps.kernels": ("backends", "ceilings", "layouts", "roof_of", "single_branches"),
     "hilbert_lib.lab.sweeps.learning": (
         "LEARNT_ORDERS",
         "PICTURES",
@@ -87,6 +88,7 @@ PUBLIC = {
         "sequence_rivals",
     ),
     "hilbert_lib.lab.sweeps.over_ranks": ("OverRanks",),
+    "hilbert_lib.lab.sweeps.processes": ("process_table", "repeat_in_processes"),
     "hilbert_lib.lab.sweeps.points": (
         "LIST_SWEEP",
         "ORDER_SWEEP",

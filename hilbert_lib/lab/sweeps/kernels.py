@@ -6,6 +6,7 @@ Pairs of calls that answer how fast the kernels are, and what a layout changes.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from hilbert_lib.lab.pairs import Side, relative_difference
 from hilbert_lib.lab.workload import Workload, fused_backend
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
+
+if TYPE_CHECKING:
+    import pandas as pd  # here it would be loaded by every process that measures
 
 Pairs = Iterator[tuple[Side, Side]]
 Named = Iterable[tuple[str, Workload]]  # of `workload.grid`
@@ -52,7 +56,10 @@ def _refusal(name: str, work: Workload, *, gradient: bool) -> str:
 
 
 def ceilings(device: torch.device) -> Iterator[tuple[Side]]:
-    """Best speeds of a device: a copy, and a product of two matrices."""
+    """Best speeds of a device: a copy, reading alone, a product of two matrices, and exponentials.
+
+    useful_flop of the exponentials is their number. Attention takes one for each pair that attends, in each direction.
+    """
     size, n = (2**31, 8192) if device.type == "cuda" else (2**20, 64)
     source = torch.randint(256, (size // 2,), device=device, dtype=torch.uint8)
     target, (a, b) = torch.empty_like(source), torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
@@ -66,6 +73,43 @@ def ceilings(device: torch.device) -> Iterator[tuple[Side]]:
     copy = {"sweep": "ceilings", "bytes": size}  # read and written
     yield (Side("copy", copy, lambda: (target.copy_(source),)[1:], copy_error, useful_bytes=size),)
     yield (Side("matrix product", {"sweep": "ceilings", "n": n}, lambda: (a @ b,), product_error, 2 * n**3),)
+    ones = torch.ones(size // 8, device=device)  # whose sum is exact
+
+    def read_error(results: Sequence[Tensor]) -> float:
+        return relative_difference([results[0].double().cpu()], [torch.tensor(float(len(ones))).double()])
+
+    about = {"sweep": "ceilings", "bytes": 4 * len(ones)}
+    yield (Side("read", about, lambda: (ones.sum(),), read_error, useful_bytes=4 * len(ones)),)
+    from hilbert_lib.lab.exponentials import ROUNDS, exponentials  # Triton is imported only where a kernel is used
+
+    x = torch.rand(2**24 if device.type == "cuda" else 2**10, device=device)
+
+    def exponentials_error(results: Sequence[Tensor]) -> float:
+        exact = x.double()
+        for _ in range(ROUNDS):
+            exact = torch.exp2(-exact)
+        return relative_difference(results, [exact])
+
+    about = {"sweep": "ceilings", "elements": len(x), "rounds": ROUNDS}
+    yield (Side("exponentials", about, lambda: (exponentials(x),), exponentials_error, len(x) * ROUNDS),)
+
+
+def roof_of(works: "pd.DataFrame", rates: "pd.DataFrame") -> "pd.Series":
+    """The TFLOP/s that no work of a table can pass: by its bytes, its FLOP and its exponentials, the lowest.
+
+    works: with useful_flop, useful_bytes, direction and head_dim. rates: gb_per_s and tflop_per_s of `ceilings`, by
+    name; those that a record lacks bind nothing. Bytes bind by the faster of a copy and of reading.
+    """
+    import pandas as pd
+
+    intensity = works.useful_flop / works.useful_bytes
+    # 2 FLOP for each product's element: two products forward, five backward; and one exponential, for each pair.
+    flop_of_pair = works.head_dim * works.direction.map({"forward": 4, "backward": 10})
+    roofs = {"bytes": intensity * rates.gb_per_s[rates.index.isin(["copy", "read"])].max() / 1e3}
+    roofs["products"] = pd.Series(rates.tflop_per_s["matrix product"], works.index)
+    if "exponentials" in rates.index:
+        roofs["exponentials"] = flop_of_pair * rates.tflop_per_s["exponentials"]
+    return pd.DataFrame(roofs).astype(float).min(axis=1)
 
 
 def single_branches(

@@ -1,5 +1,6 @@
 """The sweeps behind notebooks 06 and 06b: what is compared, and that both sides compute one function."""
 
+import pandas as pd
 import pytest
 import torch
 
@@ -57,9 +58,27 @@ def test_a_copy_and_a_product_are_held_against_what_they_should_leave():
     errors = {side.name: side.error(side.run()) for side in sides}
     assert errors["copy"] == 0
     assert 0 < errors["matrix product"] < 0.01
-    copy, product = sides
+    assert errors["read"] == 0
+    assert 0 < errors["exponentials"] < 1e-4
+    copy, *others = sides
     assert copy.error(()) == 0
-    assert product.error((2 * product.run()[0],)) > 0.5
+    for side in others:
+        assert side.error((2 * side.run()[0],)) > 0.5
+    _, _, read, exponentials = sides
+    assert read.useful_bytes == 2**20 // 8 * 4
+    assert exponentials.useful_flop == 2**10 * exponentials.parameters["rounds"]
+
+
+def test_work_beside_the_roofs_is_bound_by_the_lowest_of_them():
+    rates = pd.DataFrame({"name": ["copy", "read", "matrix product", "exponentials"]}).set_index("name")
+    rates["gb_per_s"], rates["tflop_per_s"] = [3000, 4000, None, None], [None, None, 800, 2]
+    # One forward of 1,000 pairs at head_dim 64, and one at 256, with many and with few bytes.
+    work = {"direction": ["forward"] * 3 + ["backward"], "head_dim": [64, 256, 256, 256]}
+    work |= {"useful_flop": [256e3, 1024e3, 1024e3, 2560e3], "useful_bytes": [1, 1, 1024e3, 1]}
+    # 2e12 exponentials a second leave 2e12 x 256 FLOP; 800e12 of products; 4e12 bytes at 1 FLOP each
+    assert sweeps.roof_of(pd.DataFrame(work), rates).tolist() == [512, 800, 4, 800]
+    # A record that knows of fewer roofs has these alone.
+    assert sweeps.roof_of(pd.DataFrame(work), rates.drop(["read", "exponentials"])).tolist() == [800, 800, 3, 800]
 
 
 @pytest.mark.evidence
