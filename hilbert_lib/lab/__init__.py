@@ -8,6 +8,7 @@ exact_rows    a few rows of attention and of its gradients in float64
 baselines     other people's ways to dilated attention
 seeds         what the documents under examination published
 seed_kernel   their kernel pair
+exponentials   exponentials and nothing else: a roof of kernels
 samples       input for notebooks: text, pictures, made slides
 clouds        made clouds of points: tissue, and a room
 models        small models of bytes, pictures and slides

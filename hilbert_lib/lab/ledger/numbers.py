@@ -368,7 +368,7 @@ def _steps() -> dict[str, str]:
         number = step.name.split()[0]
         slots[f"step_{number}_ms"] = f"{took[step.name]:.3g}"
         if after:
-            slots[f"step_{number}_over_next"] = f"{took[step.name] / took[after.name]:.2g}"
+            slots[f"step_{number}_over_next"] = f"{took[step.name] / took[after.name]:.3g}"
     return slots
 
 
