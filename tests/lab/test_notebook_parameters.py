@@ -120,7 +120,7 @@ WRONG = {
     | {"segment_lengths": [0, 8], "dilation_rates": [1], "ordering_length": 0, "pool_lengths": [0], "seconds": 0.0}
     | {"sustained": ["spda"]},
     "06_kernel_benchmarks": {"lengths": [], "heads": 1, "head_dims": [0], "segment_lengths": [0], "dilation_rates": []}
-    | {"opponents": ["falsh"]},
+    | {"opponents": ["falsh"], "processes": -1},
     "06b_orders_and_counters": {"heads": 0, "layout_length": 0, "layout_dilations": [1, 1], "layout_row_bytes": [48]},
     "06c_options": {"side": 7, "window": 12, "grid_heads": 0, "extra_keys": [0], "tokens": 48, "sequence_heads": 0}
     | {"sequences": 3, "head_dim": 24, "dtype": "float64", "rivals": ["falsh"], "video": [24, 44], "repetitions": 0},

@@ -6,6 +6,7 @@ What all figures share stands at the end: panels, legends, looks, and tokens in 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import cycle, product
 
 import numpy as np
@@ -125,7 +126,7 @@ def panels(
                 drawn = axes.bar(where, rows[y], yerr=spread, ecolor="black", error_kw={"lw": 1}, **look)
                 if write:
                     paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # lines pass behind the numbers
-                    axes.bar_label(drawn, fmt=write, padding=2, fontsize=8, bbox=paper)
+                    axes.bar_label(drawn, fmt=partial(_written, write), padding=2, fontsize=8, bbox=paper)
                     axes.margins(y=0.15)  # room for the numbers below the panel's title
             else:
                 look |= {"marker": looks[name]["marker"], "markersize": 5, "fillstyle": "none"}
@@ -225,6 +226,12 @@ def short(number: float) -> str:
         if number >= 2**power and number % 2**power == 0:
             return f"{number / 2**power:.0f}{unit}"
     return f"{number:.9g}" if isinstance(number, float) else str(number)
+
+
+def _written(form: str, number: float) -> str:
+    # A number over a bar: in its format, and without an exponent.
+    text = form.format(number)
+    return text if "e+" not in text else f"{number:,.0f}"
 
 
 def styles(names: Sequence[object]) -> dict[object, dict[str, str]]:

@@ -169,7 +169,7 @@ def _orders(records: list[dict]) -> dict:
     whole = kernels.layout_ratios(records).query(WHOLE_LINES)
     hilbert, plain = (whole[whole.order == order] for order in ("hilbert", NO_TABLE))
     best = kernels.best_layouts(whole)
-    slots = {**_ends("rows_hilbert", hilbert.value), "rows_works": len(hilbert), "rows_best": f"{best.value.max():.2f}"}
+    slots = {**_ends("rows_hilbert", hilbert.value), "rows_works": len(hilbert), "rows_best": f"{best.value.max():.3f}"}
     slots |= _ends("rows_no_table", plain.value)
     # Of whole sequences another kernel reads without a table: beside it an order would be a comparison of kernels.
     decoding = kernels.over_sequence(records).query("work == 'decoding'")

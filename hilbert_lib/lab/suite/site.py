@@ -141,7 +141,10 @@ def about_run(page: Page, manifest: dict) -> str:
     commit = manifest["environment"].get("commit") or "unknown"
     lines = [f"A committed run, as it ran: {page.name} UTC, commit {commit[:12]}."]
     lines += [f"Parameters that differ from the defaults: `{changes}`."] if changes else []
-    return "```{note}\n" + "\n".join(lines) + f"\n\nIts records lie in `{Path(page.place).parent.as_posix()}`.\n```"
+    folder = Path(page.place).parent.as_posix()
+    newest = f"[the evidence]({relpath('reports/README.md', folder)})"
+    lines += [f"It keeps the text of its day: where {newest} names another number, that is the newer one."]
+    return "```{note}\n" + "\n".join(lines) + f"\n\nIts records lie in `{folder}`.\n```"
 
 
 def _for_pages(text: str, place: str, root: Path, known: set[str]) -> str:

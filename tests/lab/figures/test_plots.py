@@ -87,3 +87,9 @@ def test_a_table_that_cannot_be_drawn_is_refused():
         lines(TABLE, x="n", y="ys", by="kind", title="")
     with pytest.raises(ValueError, match="the table must have rows to draw, got none: nothing"):
         points(TABLE.iloc[:0], x="n", y="ms", title="nothing")
+
+
+def test_a_number_over_a_bar_has_no_exponent():
+    table = pd.DataFrame({"x": ["a", "b"], "y": [4105.3, 8.13]})
+    (axes,) = bars(table, x="x", y="y", title="t", write="{:.3g}", logy=10).axes
+    assert [label.get_text() for label in axes.texts] == ["4,105", "8.13"]

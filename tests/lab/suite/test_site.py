@@ -117,6 +117,7 @@ def test_a_run_says_what_it_is(checkout, pages):
     assert re.fullmatch(r"00_a: .+, \d{4}-\d\d-\d\d \d\d:\d\d", run.name)
     page = (pages / "reports/h200/gpu-1/00_a/00_a.html").read_text()
     assert f"A committed run, as it ran: {run.name} UTC" in page
+    assert re.search(r'keeps the text of its day: where <a [^>]*href="\.\./\.\./\.\./README\.html"', page)
 
 
 def test_the_cover_is_the_cell_that_is_named_or_the_last_picture(checkout):
