@@ -149,6 +149,10 @@ def _run(command: list[str], env: dict[str, str], cwd: str, door: str) -> None:
     interpreting = {name: os.environ[name] for name in (INTERPRETING,) if name in os.environ}
     os.environ.clear()
     os.environ.update(env | interpreting)
+    # Torch traces every call of flex_attention that is not compiled, which takes ten times as long as the rest. Tests
+    # of grids and of the sweeps have it traced.
+    flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
+    pytest.MonkeyPatch().setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     copy_calls(pytest.MonkeyPatch(), door)
     fork_ranks(pytest.MonkeyPatch(), LOADED_BY_RANKS)
     _, _, module, *sys.argv[1:] = command

@@ -195,6 +195,7 @@ def minutes(headline: Headline) -> str:
     return f"{max(1, round(max(took)))}, {say_hardware(run_environment(run)).replace('NVIDIA ', '')}"
 
 
+@cache  # several headlines are of one run
 def _span(run: Path) -> float:
     # From the first record's time to the last one's.
     if not has_records(run / RESULTS):
