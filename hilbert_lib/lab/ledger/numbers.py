@@ -25,7 +25,7 @@ from hilbert_lib.lab.cache.neighbourhood import least_window
 from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.inside.steps import LIBRARY, STEP_SWEEP, STEPS
-from hilbert_lib.lab.ledger import kernels, learning, models
+from hilbert_lib.lab.ledger import in_print, kernels, learning, models
 from hilbert_lib.lab.ledger.answer import ROOT, answer
 from hilbert_lib.lab.ledger.artifact import artifact_table, between_runs
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
@@ -47,6 +47,7 @@ from hilbert_lib.lab.resolutions import error_table
 from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes, segment_table
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
+from hilbert_lib.lab.sweeps.in_print import FUSED, OURS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.processes import process_table
 from hilbert_lib.lab.sweeps.video import step_table
@@ -88,6 +89,7 @@ def numbers() -> dict[str, str]:
         **_searched_and_approximated(),
         **_learnt_orders(),
         **_in_print(),
+        **_timed_in_print(),
         **_steps(),
     }
     slots["runs"] = _runs()
@@ -438,6 +440,29 @@ def _in_print() -> dict[str, str]:
         slots |= {f"print_tiles_found_{side}": f"{100 * row.found:.0f}"}
         slots |= {f"print_tiles_promised_{side}": f"{row.promised:.2f}"}
     return slots
+
+
+def _timed_in_print() -> dict[str, str]:
+    """How many times as fast the curve is as printed, and on one function: notebook 12. The share of an H200's peak."""
+    found = committed_records("12_in_print")
+    windows, tiles, orders = (
+        measure(found) for measure in (in_print.curve_windows, in_print.curve_tiles, in_print.orders_beside_morton)
+    )
+    printed = windows[windows.printed].set_index("attention").value
+    slots = {f"print_printed_{attention}": f"{value:.3g}" for attention, value in printed.items()}
+    one = windows[~windows.printed & ~windows.reordered]
+    rows = one[one.a.str.endswith(", raster")]
+    slots |= _ends("print_fused", one[one.a == FUSED].value) | _ends("print_rows", rows.value)
+    slots |= _ends("print_ours", one[one.a == OURS].value) | _ends("print_order", windows[windows.reordered].value)
+    for beside in ("dense", "windows"):
+        slots |= _ends(f"print_tiles_{beside}", tiles[tiles.beside == beside].value)
+    by_window = orders[orders.beside == "raster"].set_index("window").value
+    slots |= {f"print_morton_{window.split('x')[0]}": f"{value:.2f}" for window, value in by_window.items()}
+    shares = in_print.shares_of_peak(found)
+    moving = shares[shares.way == OURS].set_index("moves").value
+    slots |= {f"print_peak_{moves.split()[-1]}": f"{100 * share:.0f}" for moves, share in moving.items()}
+    rates = in_print.strided_rates(found, "P6")
+    return slots | _ends("print_strided", rates[(rates.way == OURS) & (rates.moves == "by tiles")].value, ".0f")
 
 
 def _learning() -> dict[str, str]:
