@@ -443,7 +443,7 @@ def _in_print() -> dict[str, str]:
 
 
 def _timed_in_print() -> dict[str, str]:
-    """How many times as fast the curve is as printed, and on one function: notebook 12. The share of an H200's peak."""
+    """Ratios of times as printed and on one function, and shares of the peak, of the record of notebook 12."""
     found = committed_records("12_in_print")
     windows, tiles, orders = (
         measure(found) for measure in (in_print.curve_windows, in_print.curve_tiles, in_print.orders_beside_morton)
