@@ -15,8 +15,8 @@ from hilbert_lib.lab.ledger.numbers import SLOT, numbers
 from hilbert_lib.lab.records import REPORTS, RESULTS, append_lines, committed_runs, read_records
 
 pytestmark = pytest.mark.evidence
-# Of README's slots those that are no measured number: links to runs, sizes, names, and the ledger's counts.
-NO_RESULT = {"claims", "printed", "timed", "05", "06", "07", "08"}
+# Of README's slots those that are no measured number: links to runs, sizes, names, what an interval is of, and counts.
+NO_RESULT = {"claims", "printed", "ratio", "timed", "05", "06", "07", "08"}
 
 
 def named(headline):
