@@ -324,8 +324,8 @@ def test_a_sample_of_all_kernels_compiles_with_every_release_of_triton_that_was_
     found = told_by("compile_kernels.py", str(architecture), "sample", packages=folder)
     assert {facts["triton"] for facts in found.values()} == {version}
     wanted = [name for name in SAMPLE if architecture == 90 or not name.startswith(("grid", "hopper", "bias"))]
-    assert list(found) == wanted
-    assert not any(facts["overwritten"] or facts.get("serialized") for facts in found.values())
+    assert set(found) == set(wanted)
+    assert not any(facts["overwritten"] or facts["narrow"] or facts.get("serialized") for facts in found.values())
 
 
 @pytest.mark.releases
