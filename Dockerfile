@@ -1,8 +1,8 @@
 # The suite on a CPU: JupyterLab with the notebooks, as `make lab` starts it.
 #   docker build -t hilbert . && docker run --rm -p 8888:8888 hilbert
-# `docker run --rm hilbert make reports` runs every notebook instead. It was not built where it was written. By hand, in an
-# empty folder and an empty environment of Debian 12 with Python 3.11, `make setup`, `make lab` and a notebook ran; torch's own
-# index, from which --torch-backend=cpu takes the CPU build, was out of reach there.
+# `docker run --rm hilbert make reports` runs every notebook instead. The image was not built where it was written. By
+# hand, in an empty folder and environment of Debian 12 with Python 3.11, `make setup`, `make lab` and a notebook ran.
+# torch's own index, from which --torch-backend=cpu takes the CPU build, was out of reach there.
 FROM python:3.11-slim-bookworm
 RUN apt-get update \
     && apt-get install -y --no-install-recommends git make g++ \

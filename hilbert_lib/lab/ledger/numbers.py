@@ -146,6 +146,14 @@ def _by_segment(table: pd.DataFrame) -> str:
     return ", ".join(parts)
 
 
+def _over_segments(table: pd.DataFrame) -> str:
+    # "1.6 to 39 times as long at segments of 128 to 4,096", in as few words as README has room for.
+    low, high = (f"{end:.2g}" for end in (table.ratio.min(), table.ratio.max()))
+    first, last = (f"{segment:,}" for segment in (table.segment.min(), table.segment.max()))
+    where = f"a segment of {first}" if first == last else f"segments of {first} to {last}"
+    return f"{low} to {high} times as long at {where}"
+
+
 def _times_printed() -> dict[str, str]:
     """Of 7.95 by another program: its ratio by segment, and how many times as long as ours a printed call is.
 
@@ -158,7 +166,8 @@ def _times_printed() -> dict[str, str]:
     first = [record["standard_ms"][0] for record in rebuilt if record["cause"] == FIRST]
     (segment,) = {record["segment"] for record in loops}  # the one of the figure
     slots = {"made_7_95_segment": f"{segment:,}", **_ends("longer_7_95", pd.Series(longer), ".0f")}
-    slots["loop_by_segment"] = _by_segment(segment_table(records))
+    by_segment = segment_table(records)
+    slots |= {"loop_by_segment": _by_segment(by_segment), "loop_range": _over_segments(by_segment)}
     return slots | _ends("first_7_95", pd.Series(first), ".0f")
 
 
@@ -232,7 +241,7 @@ def _speeds(records: list[dict], length: int = LENGTH, prefix: str = "") -> dict
             slots |= {f"{name}_ratio{end}": f"{ratio:.2f}" for end, ratio in ratios.items()}
     counts = again.processes[again.length == length]
     within = "its 95 % interval within one process"
-    slots[f"{prefix}ratio_ends"] = f"the least and the largest of {counts.min()} processes" if len(counts) else within
+    slots[f"{prefix}ratio_ends"] = f"least and largest of {counts.min()} processes" if len(counts) else within
     return slots
 
 

@@ -283,3 +283,6 @@ def test_the_loop_over_segments_has_a_ratio_for_each_segment():
     table = pd.DataFrame(rows, columns=["segment", "ratio"])
     said = "39 times as long at 128, 11 at 512, 5.4 to 8.1 at 1,024, 1.6 at 4,096"
     assert ledger_numbers._by_segment(table) == said
+    assert ledger_numbers._over_segments(table) == "1.6 to 39 times as long at segments of 128 to 4,096"
+    of_one = table[table.segment == 1024]
+    assert ledger_numbers._over_segments(of_one) == "5.4 to 8.1 times as long at a segment of 1,024"

@@ -95,6 +95,6 @@ def test_a_number_of_the_readme_tells_the_spread_where_a_record_has_it(in_this_p
     slots = numbers._speeds([record for record in committed if "process" not in record] + records)
     ends = [slots[f"forward_128_ratio{end}"] for end in ("", "_low", "_high")]
     assert ends == ["5.00", "2.50", "10.00"]
-    assert slots["ratio_ends"] == "the least and the largest of 3 processes"
+    assert slots["ratio_ends"] == "least and largest of 3 processes"
     assert slots["forward_64_ratio"] == without["forward_64_ratio"]  # which no process timed again
     assert numbers._speeds(records + committed, 2**20, "long_")["long_ratio_ends"] == without["ratio_ends"]
