@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hilbert_lib.lab.records import REPORTS, read_records
 from hilbert_lib.lab.sweeps import sequences, spanning_pattern
 from hilbert_lib.lab.sweeps.over_ranks import OverRanks
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES, DilatedPattern
+from hilbert_lib.ring.plan import cost as costing
 from hilbert_lib.ring.plan import estimate
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.cost import pairs_of_rank
@@ -286,6 +288,16 @@ def test_memory_planned_is_what_committed_rings_allocated():
             assert planned == pytest.approx(record["peak_bytes"], rel=0.06), (record["side"], work)
             found += 1
     assert found > 50
+
+
+@given(patterns(), shards, kv_head_counts, st.booleans(), st.booleans())
+def test_blocks_round_a_ring_are_counted_alike_one_by_one_and_as_arrays(pattern, lengths, kv_heads, is_causal, padded):
+    options = {"heads": kv_heads, "kv_heads": kv_heads, "is_causal": is_causal, "padded": padded, "transport": "ring"}
+    ways = []
+    for few in (0, 100):
+        with patch.object(costing, "FEW_RANKS", few):
+            ways.append(plan_of(pattern, lengths, **options).ranks)
+    assert ways[0] == ways[1]
 
 
 @pytest.mark.parametrize("transport", ["auto", *GATHERING])

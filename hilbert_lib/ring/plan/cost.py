@@ -15,6 +15,7 @@ from hilbert_lib.ring.plan.rows import common_heads, rows_between
 from hilbert_lib.ring.plan.segments import BranchPlan, Messages, SharedSegment
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
+FEW_RANKS = 8  # that share a segment: below, arrays take longer than numbers one by one
 PRODUCTS = 2, 5  # of matrices, in a forward and in a backward
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -154,9 +155,10 @@ class RingPlan:
         """The cost of the plan for each rank."""
         ranks = range(len(self.shard_lengths))
         wire, memory = [], []
+        blocks = [_blocks_of_rank(self, rank) for rank in ranks]
         for direction in ("forward", "backward"):
             wire += traffic(self, direction)
-            memory.append([_memory(self, rank, direction) for rank in ranks])
+            memory.append([_memory(self, rank, direction, blocks[rank]) for rank in ranks])
         queries = self.sizes.batch * self.sizes.group
         products = [2 * queries * self.sizes.head_dim * pairs_of_rank(self, rank) for rank in ranks]
         flop = [[count * flop_of_one for flop_of_one in products] for count in PRODUCTS]
@@ -249,7 +251,7 @@ def traffic(plan: RingPlan, direction: str) -> tuple[list[int], list[int]]:
 # The peak of a rank is its call's tensors and index tables, and the larger of the fused call and the steps beside it.
 
 
-def _memory(plan: RingPlan, rank: int, direction: str) -> int:
+def _memory(plan: RingPlan, rank: int, direction: str, blocks: list["_Block"]) -> int:
     # Bytes at the highest point of the table above.
     sizes, group, fused = plan.sizes, plan.sizes.group, plan.fused(rank)
     rows = plan.shard_lengths[rank] * sizes.kv_heads
@@ -263,16 +265,15 @@ def _memory(plan: RingPlan, rank: int, direction: str) -> int:
         one_row = (4 * group + 4) * sizes.row + 2 * group * sizes.sum
         one_touched = (group + 2) * sizes.summed_row
         one_fused = one_touched if is_plain else group * sizes.summed_row
-    blocks = [block for number in range(len(plan.branches)) for block in _blocks(plan, rank, number, number in fused)]
     shared = (segment for branch in plan.branches for segment in branch.shared_by(rank))
     touched = sum(rows.size for segment in shared for rows in segment.rows[rank])
     touched += sum(block.queries for block in blocks if block.is_local)
     touched = min(touched, rows)
     exchanges = [_exchange_bytes(plan, rank, direction, transport) for transport in plan.messages]
     at_packing, at_work, at_answers = map(sum, zip((0, 0, 0), *exchanges, strict=True))
-    at_work += max((int(np.max(block.memory(sizes, direction))) for block in blocks), default=0)
+    at_work += max((_most(block.memory(sizes, direction)) for block in blocks), default=0)
     if direction == "backward":  # the queries of the last block
-        at_answers += max((int(np.max(block.copies(sizes))) for block in blocks), default=0)
+        at_answers += max((_most(block.copies(sizes)) for block in blocks), default=0)
     beside = max(at_packing, sizes.batch * touched * one_touched + max(at_work, at_answers))
     at_once = max(sizes.batch * rows * one_fused if fused else 0, beside)
     return sizes.batch * rows * one_row + at_once + _tables(plan, rank, blocks, touched)
@@ -284,6 +285,12 @@ class _Block:
     queries: int | np.ndarray
     keys: int | np.ndarray
     is_local: bool = False  # of segments inside the shard
+
+    @property
+    def rows(self) -> int:
+        """Rows of queries and of keys."""
+        rows = self.queries + self.keys
+        return rows if isinstance(rows, int) else int(rows.sum())
 
     def copies(self, sizes: Sizes) -> int:
         """Bytes of dout, q, out and lse of its queries."""
@@ -297,6 +304,15 @@ class _Block:
         # dq and delta; k, v, dk and dv; the sums of dq
         results = queries * (sizes.row + sizes.sum) + 2 * keys
         return self.copies(sizes) + results + queries * sizes.summed_row
+
+
+def _most(numbers: int | np.ndarray) -> int:
+    return numbers if isinstance(numbers, int) else int(numbers.max())
+
+
+def _blocks_of_rank(plan: RingPlan, rank: int) -> list[_Block]:
+    fused = plan.fused(rank)
+    return [block for number in range(len(plan.branches)) for block in _blocks(plan, rank, number, number in fused)]
 
 
 def _blocks(plan: RingPlan, rank: int, number: int, is_fused: bool) -> Iterator[_Block]:
@@ -321,8 +337,18 @@ def _blocks(plan: RingPlan, rank: int, number: int, is_fused: bool) -> Iterator[
             continue
         if not is_fused:
             yield from _together([(rows.size, rows.size, rows.count) for rows in own_rows], padding)
-        if branch.transport == "ring":
+        if branch.transport == "ring" and len(segment.ranks) > FEW_RANKS:
             yield from _ring_blocks(segment, rank, padding, plan.is_causal)
+            continue
+        if branch.transport == "ring":
+            for source in segment.ranks:
+                if source < rank if plan.is_causal else source != rank:
+                    their_rows = segment.rows[source]
+                    pairs = [
+                        (mine.size, rows.size, (mine.count, rows.count))
+                        for mine, rows in zip(own_rows, their_rows, strict=True)
+                    ]
+                    yield from _together(pairs, padding)
             continue
         place = segment.place[rank]
         before, own, every = segment.counts_before[place], segment.counts[place], segment.counts_before[-1]
@@ -415,10 +441,7 @@ def _tables(plan: RingPlan, rank: int, blocks: list[_Block], touched: int) -> in
     # Bytes of index tensors on the device: int64 but for the slots that kernels read, int32.
     sent = sum(int(load.sent[rank] + load.to_itself[rank]) for load in plan.loads.values())
     ordering = plan.shard_lengths[rank] * (8 + 8 + 4) if plan.sizes.ordered else 0
-    return (
-        8 * ((2 + plan.sizes.ordered) * touched + 3 * sent + sum(int(np.sum(b.queries + b.keys)) for b in blocks))
-        + ordering
-    )
+    return 8 * ((2 + plan.sizes.ordered) * touched + 3 * sent + sum(block.rows for block in blocks)) + ordering
 
 
 def pairs_of_rank(plan: RingPlan, rank: int, *, only_own_keys: bool = False) -> int:
