@@ -41,6 +41,7 @@ def in_this_process(monkeypatch):
     return calls
 
 
+@pytest.mark.usefixtures("calls_are_copied")
 def test_each_pair_is_timed_in_processes_of_its_own(tmp_path):
     records = repeat_in_processes(PATTERN, ["eager"], processes=2, output_dir=str(tmp_path), **SIZES, **HOW)
     assert [record["process"] for record in records] == [0, 0, 1, 1]
