@@ -616,11 +616,11 @@ def _map_of(make: Callable, meta: dict, unread: tuple, x: object) -> list:
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """While it lasts, one kernel in Triton's interpreter leaves out what finds nothing, and takes a third of its time.
+    """A context in which Triton's interpreter runs one kernel in a third of its time.
 
     Triton computes each sum and product of small integers again in 64 bits to find an overflow, which no compiled
-    kernel does, and changes its language anew for each call of a function inside the kernel. Here the first is not
-    done, and the second once for each function. Results have the same bits.
+    kernel does. It also changes its language anew for each call of a function inside the kernel. Here nothing is
+    computed again, and the language is changed once for each function. Results have the same bits.
 
     Read in Triton 3.7.1: the options of the interpreter's builder, and what changes the language. Without it: the
     interpreter as it is.

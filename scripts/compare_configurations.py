@@ -1,9 +1,8 @@
 """Other tile sizes of the plain kernels beside the library's: whole calls in turn, on this GPU.
 
-What to put into `CONFIGS` of attention/triton/arguments.py, into `ON_B200` or `ELSEWHERE` on another GPU, is seen
-here; reports/HISTORY.md has what it gave. A candidate is one kernel's; the others of the call keep the library's.
-16-bit calls of up to 128 elements a row read k and v through a table, since without one Hopper's own kernels serve
-them.
+The times tell what to put into `CONFIGS` of attention/triton/arguments.py, or on another GPU into `ON_B200` or
+`ELSEWHERE`. reports/HISTORY.md has what it gave. A candidate is one kernel's; the others keep the library's. 16-bit
+calls of up to 128 elements a row read k and v through a table, since without one Hopper's own kernels serve them.
 """
 
 from collections.abc import Iterator

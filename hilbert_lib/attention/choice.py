@@ -34,7 +34,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
-UNRUN = "'triton' before 'hopper' for gradients at a head_dim above 128, whose kernels no GPU has run yet"
+UNRUN = "'triton' before 'hopper' for gradients at a head_dim above 128: no GPU has run its dk and dv yet"
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
@@ -104,7 +104,7 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
 
 
 def _unrun_later(rule: Rule) -> Rule:
-    # Before "hopper" goes "triton" where the first was held against float64 in the emulator alone.
+    # "triton" goes before "hopper" where the latter was held against float64 in the emulator alone.
     if not {"hopper", "triton"} <= set(rule.order):
         return rule
     order = [name for name in rule.order if name != "hopper"]

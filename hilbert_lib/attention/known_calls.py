@@ -209,9 +209,9 @@ class KnownCall:
 
 @contextmanager
 def _with_versions() -> Iterator[None]:
-    """A context in which tensors that are made have versions, by which a tape sees what changed.
+    """A context in which new tensors have versions. By these a tape sees what changed.
 
-    Inference mode makes tensors that have none.
+    In inference mode a new tensor has none.
     """
     if not torch.is_inference_mode_enabled():
         yield

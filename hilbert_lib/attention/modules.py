@@ -169,7 +169,7 @@ class ProjectedAttention(Layer):
 
     def project(self, tokens: Tensor) -> Sequence[Tensor]:
         """q, k and v of tokens (..., embed_dim): (..., heads, head_dim) each."""
-        # Two views and not six: each takes autograd a node.
+        # Two views, not six: autograd makes a node for each.
         by_head = self.in_proj(tokens).unflatten(-1, (-1, self.head_dim))
         return by_head.split_with_sizes([self.num_heads, self.kv_heads, self.kv_heads], -2)
 

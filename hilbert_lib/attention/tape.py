@@ -1,4 +1,4 @@
-"""The tape of a call: the recorded starts and the steps that it made, which later calls of its form only repeat.
+"""The tape of a call: its recorded starts and its steps. Later calls of its form only repeat them.
 
     call       q, k, v -> start 1 -> out 1, lse 1 \\
                q, k, v -> start 2 -> out 2, lse 2  > start 3 -> out, lse

@@ -21,7 +21,7 @@ def exponentials_kernel(x_ptr, out_ptr, ROUNDS: tl.constexpr, BLOCK: tl.constexp
 def exponentials(x: torch.Tensor) -> torch.Tensor:
     """2 to the power of -x, `ROUNDS` times one after the other: values in 0 to 1 stay there.
 
-    x: float32, contiguous, of a multiple of 1,024 elements.
+    x: float32, contiguous, of a multiple of 2,048 elements or of a smaller power of two.
     """
     out, block = torch.empty_like(x), min(BLOCK, x.numel())
     exponentials_kernel[(x.numel() // block,)](x, out, ROUNDS=ROUNDS, BLOCK=block)

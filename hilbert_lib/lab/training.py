@@ -103,7 +103,7 @@ def curve_table(records: list[dict], sweep: str):
 
 
 def _precision(device: torch.device) -> torch.autocast:
-    # Entered anew in each step: until it is left it keeps the weights in half precision as they were at first.
+    # Entered anew in each step: autocast keeps its copies of the weights, in half precision, until it is left.
     return torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
 
 

@@ -91,7 +91,7 @@ def mask_blocks(
 def touched_blocks(
     neighbourhood: Neighbourhood, ordering: Ordering | None, *, q_block: int, kv_block: int, device: object = None
 ) -> Tensor:
-    """The blocks that `mask_blocks` calls partial or full: (query blocks, key blocks) bool. Which is not looked for."""
+    """The blocks that `mask_blocks` calls partial or full: (query blocks, key blocks) bool. It does not tell which."""
     sizes = _block_sizes(q_block, kv_block)
     return _touched_blocks(neighbourhood, *_stored_cells(neighbourhood, ordering, device), *sizes)
 

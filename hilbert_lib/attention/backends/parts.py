@@ -91,7 +91,7 @@ def add_patterns(gradients: Iterable[Tensors], inputs: Tensors, in_float: tuple[
     """
     sums: list[Tensor | None] = [None] * len(inputs)
     for grads, is_last in _until_last(gradients):
-        both = {}  # numbers of those that an earlier pattern has, too, with the dtypes of their sums
+        both = {}  # gradients that an earlier pattern has, too, by number: the dtypes of their sums
         for n, grad in enumerate(grads):
             # Only the first pattern has extra keys, and none where not all patterns take them.
             if grad is None or inputs[n] is None or grad.shape != inputs[n].shape:

@@ -80,14 +80,14 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 
 def for_device(device: torch.device, measured: dict, elsewhere: dict, on_b200: dict) -> dict:
-    """That of three tables which is a device's."""
+    """The table of a device: `measured` on Hopper or without a GPU, `on_b200` on a B200, or `elsewhere`."""
     if is_measured(device):
         return measured
     return on_b200 if has_tensor_memory(device) else elsewhere
 
 
 def fitting(table: dict, q: Tensor) -> object:
-    """The entry for q of a table, which is by (bytes of an element, largest head_dim)."""
+    """The entry of a table for q. Its keys are (bytes of an element, largest head_dim)."""
     size, head_dim = q.element_size(), q.shape[-1]
     return next(entry for (bytes_, largest), entry in table.items() if bytes_ == size and head_dim <= largest)
 

@@ -144,7 +144,7 @@ def made_of_parts(q: Tensor, parts: int) -> tuple[Made, Made]:
 
 
 def is_repeated(call: Request) -> bool:
-    """Whether calls of one kind may follow: with q at a row that the host knows each step of decoding is another."""
+    """Whether calls of one kind may follow. Where the host knows the row of q, each step is a kind of its own."""
     return _reads_starts(call) or not call.query_start
 
 

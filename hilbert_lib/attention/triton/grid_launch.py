@@ -49,8 +49,8 @@ CONFIGS = {
     (4, 64): Config(Steps(32, 4), Steps(32, 4)), (4, 128): Config(Steps(32, 4), Steps(32, 4)),
     (4, 256): Config(Steps(16, 8, 1), Steps(16, 8, 1)),
 }  # fmt: skip
-# The same for every other GPU, as `arguments.ELSEWHERE`. With two stages dk and dv at a head_dim of 64 would keep 24
-# bytes in memory whatever their steps.
+# The same for every other GPU, as `arguments.ELSEWHERE`. With two stages dk and dv at a head_dim of 64 keep
+# registers in memory whatever their steps: docs/kernels.md says how many bytes.
 ELSEWHERE = {
     (2, 64): Config(Steps(32, 4), Steps(32, 8, 1)), (2, 128): Config(Steps(32, 8), Steps(16, 8)),
     (2, 256): Config(Steps(16, 8), Steps(16, 8)),

@@ -162,7 +162,7 @@ def backward_on_hopper(
     ours = whole
     if call.dropout_p > 0.0:  # four keys that are neighbours in a branch share their random bits
         ours = division.each_alone(call.pattern, whole, k.shape[1])
-    # What computes dq where no sums of it are added up beside dk and dv, if the plain kernel does.
+    # The plain kernel's passes for dq. None where dq is summed beside dk and dv, or a kernel of dq alone serves.
     of_queries = None
     if (is_wide or is_deterministic) and not hopper.has_dq(q, k, call):
         of_queries = _Passes.of("dq", q, k, (q,), call)

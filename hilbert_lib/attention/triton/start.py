@@ -47,7 +47,7 @@ OPTIONAL = ("documents", "bias", *STARTS)  # tensors of some calls; elsewhere No
 PLACES = 256  # addresses in a cache of descriptors: of the tensors of all layers of a model
 FLAGS = 256  # of a stream
 STREAMS = 16  # of a thread that have flags
-PRECISION = 3  # place of that of products of float32 in a setting, None where there are none
+PRECISION = 3  # place in a setting of the precision of float32 products; None there without such products
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
@@ -159,11 +159,11 @@ class Recording(NamedTuple):
         return None if made is None else self.finish(made)
 
     def made_by(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """Start all: the tensors that are made. None, and nothing is started, where it is not ready, or as `_made`."""
+        """Start all: the tensors that are made. Nothing starts, and None is given, if not ready or as `_made` says."""
         return self._made(tensors) if self.is_ready(tensors[0]) else None
 
     def is_ready(self, x: Tensor) -> bool:
-        """Whether all that the kernels hang on is as it was, and Triton need not start them itself.
+        """Whether the setting of the kernels is as it was, and Triton need not start them itself.
 
         x: a tensor on the device.
         """

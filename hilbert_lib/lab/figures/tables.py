@@ -25,7 +25,7 @@ def show_table(
         columns: the heading of each column that is shown, with its unit, in this order; by default all, by their names.
         digits: significant digits of a number that is no integer. A larger number keeps its whole part.
         title: a line above.
-        fold: the line in whose place the table opens at a click; by default it is open.
+        fold: a line in place of the table, which a click on it opens. By default the table is open.
 
     Raises:
         ValueError: for a column that the table lacks.

@@ -96,7 +96,7 @@ def compute_cells(order: dict) -> None:
     have sweeps of their own. What a cell raises before any sweep is raised.
 
     order: cells; shared and own, the folders of all processes and of this one; environment, variables that it sets;
-    threads of torch, which was loaded before.
+    threads, how many torch takes: it is loaded before the variables are set.
     """
     torch.set_num_threads(order["threads"])
     os.environ.update(order["environment"] | {VARIABLE: order["shared"]})

@@ -82,7 +82,7 @@ class BranchPlan:
 
     @property
     def rows_key(self) -> tuple:
-        """The same for two branches of one plan if they hold the same rows."""
+        """A key that two branches of one plan share if they hold the same rows."""
         return self.segment_length, self.dilation_rate, *self.groups.items()
 
     def shared_by(self, rank: int) -> tuple[SharedSegment, ...]:

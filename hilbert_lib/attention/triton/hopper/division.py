@@ -19,7 +19,7 @@ BRANCHES = 6  # most branches of one launch: the kernels take so many descriptor
 # Costs in blocks of scores, of a tile besides its blocks and of a launch, at whose end multiprocessors wait. The chosen
 # division took at most 2.4 % longer than the fastest one timed on an H200 (reports/HISTORY.md).
 TILE, LAUNCH = 5, 750
-NARROW = 128  # the largest head_dim of the kernel that sums dq beside dk and dv; wider heads have two
+NARROW = 128  # the largest head_dim of the kernel that sums dq beside dk and dv; wider heads have two kernels
 LAUNCHES = 8  # most launches of these kernels in one call: each rounds the results of its rows once more
 CLASSES = 4096  # most residues for which tiles are counted; with more, which would take seconds, launches are fewest
 CHUNKS, HEADS = 64, 16  # most chunks and heads whose tiles are counted

@@ -24,9 +24,9 @@ HOPPER_FORWARD = {
 # Of dq alone. At 256 columns scores of 64 keys would have too few registers.
 HOPPER_DQ = {64: Config(128, 64, 4, 4), 128: Config(128, 64, 4, 4), 256: Config(128, 32, 4, 3)}
 HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
-# Of dk and dv alone, by the columns past 128 of a wide row: blocks of q in a ring, and of dout.
+# Of dk and dv alone, by the columns past 128 of a wide row: steps with the stages of q; and the stages of dout.
 HOPPER_KEYS = {64: (Config(64, 64, 4, 4), 2), 128: (Config(64, 64, 4, 2), 2)}
-# The same of dq: blocks of k, and of v.
+# The same of dq: steps with the stages of k; and the stages of v.
 HOPPER_WIDE_DQ = {64: (Config(128, 64, 4, 3), 2)}
 LOW = 128  # columns of the first part of a wide row
 SEE_PLAIN = "; 'triton' serves it"
@@ -177,7 +177,7 @@ def keys_start(
 
 
 def _of_parts(tensors: tuple[Tensor, Tensor], rates: list[int], rows: int, high: int) -> list:
-    # Descriptors of two tensors' low parts and then of the high ones, which low ones serve where these are as wide.
+    # Descriptors of two tensors: of low parts, then of high ones. Low ones serve both where both are as wide.
     from hilbert_lib.attention.triton.hopper import tiles
 
     found = []

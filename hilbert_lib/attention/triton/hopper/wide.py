@@ -9,8 +9,8 @@ weights or slopes and a box, which comes one box late:
     weights   x a0 | p0 |       x a1, p0 b0 | p1 |        ...
     slopes    y b0 |    | slopes0 |   y b1, slopes0 a0 |  | slopes1 | ...
 
-Every barrier is one of `mbarrier`: before it arrives, a group joins its warps, so that all they have read was read
-before. `shared` is a kernel's own NamedTuple with these names: x, y, a, b, lse_rows, delta_rows, weights, and the
+All barriers are of `mbarrier`. A group joins its warps before it arrives, so that none of them still reads what it
+gives back. `shared` is a kernel's own NamedTuple with these names: x, y, a, b, lse_rows, delta_rows, weights, and the
 barriers a_full, a_free, b_full, b_free, weights_full and weights_free.
 """
 

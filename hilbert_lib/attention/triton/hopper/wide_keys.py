@@ -54,9 +54,9 @@ def wide_keys_kernel(
     """dk and dv of one tile of 64 keys.
 
     With READ_PARTIAL they are added to those in memory. With PADDING no query is read where all keys of a tile are
-    masked. Rows of the next segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients
-    of this segment. With DROPOUT the keys of a tile must be neighbours in one branch, from a multiple of four on: four
-    share random bits.
+    masked. The last block of a segment also holds rows of the next one, with weight 0: a NaN in these does reach the
+    gradients of this segment. With DROPOUT the keys of a tile must be neighbours in one branch, from a multiple of
+    four on: four share random bits.
     """
     # q0 to d5: descriptors of q and dout as [batch, row, residue, head, dim], a pair for each branch. Those of high
     # parts differ where these have fewer columns than low ones.

@@ -1,8 +1,8 @@
 """The backward's dq for Hopper at a head_dim of 129 to 192, with the same bits every time: one program for 128 queries.
 
-It is the kernel of `queries` with rows of two parts of columns, as in `wide`: nothing is computed of columns that 256
-have more. A group has registers left, so a block has 64 keys. Then a product reads as many bytes of shared memory as
-fit beside its cycles: with 32 keys it would wait for them.
+It is the kernel of `queries`, with rows in two parts of columns as in `wide`: 192 columns are not padded to 256. So a
+group has registers left, and a block has 64 keys. A product of 64 keys takes as many cycles as its reads of shared
+memory. With 32 keys it would wait for these reads.
 """
 
 from typing import NamedTuple
