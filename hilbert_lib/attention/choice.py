@@ -34,7 +34,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
-UNRUN = "'triton' before 'hopper' for gradients at a head_dim above 128: no GPU has run its dk and dv yet"
+UNRUN = "'triton' before 'hopper' for gradients at a head_dim above 128, where no GPU has run dk and dv of 'hopper' yet"
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 

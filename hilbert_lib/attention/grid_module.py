@@ -227,7 +227,7 @@ class NeighbourhoodAttention(ProjectedAttention):
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
 
     def _attend(self, q, k, v, grid: tuple[int, ...], cache: KeyValueCache | None, options: dict) -> object:
-        # The results of `attend`, also of cells that follow others.
+        # The results of `attend`. With a cache the cells of q follow those that it holds.
         if cache is not None:
             cache.write(k, v)
             is_shared = self.rules["stride"] not in (1, (1,))  # windows end where the whole grid tells

@@ -99,7 +99,7 @@ def cause_table(records: Sequence[dict]) -> "pd.DataFrame":
 
 
 def segment_table(records: Sequence[dict]) -> "pd.DataFrame":
-    """A row for each segment, and for each machine, of a loop over segments beside one call, at the size of 7.95.
+    """The times of a loop over segments and of one call, at the size of 7.95: a row for each segment and machine.
 
     loop_ms, call_ms: medians. ratio, low, high: loop / call, and its interval. printed_ms, printed: the printed ones.
     """

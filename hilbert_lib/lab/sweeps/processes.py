@@ -46,9 +46,9 @@ def repeat_in_processes(
 ) -> list[dict]:
     """Pairs of each opponent and the fused kernel, not causal, forward and backward, in processes one after another.
 
-    Gives a record a pair and process, of `run_sides`, with `process`: its number. The folder keeps those of a process
-    that ended well, which is not run again. On a CPU the pairs are timed too, for tests alone: Triton's interpreter
-    runs the fused kernel there, and its times mean nothing.
+    Gives the records of `run_sides`, one for each pair and process, with `process`: its number. `output_dir` keeps
+    those of a process that ended well. Such a process is not run again. On a CPU the pairs are timed too, for tests
+    alone: Triton's interpreter runs the fused kernel there, and its times mean nothing.
 
     Args:
         pattern, opponents: as of `kernels.backends`. processes: how many; 0 measures nothing.

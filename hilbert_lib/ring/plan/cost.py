@@ -144,7 +144,7 @@ class RingPlan:
         return {transport: self._load(messages) for transport, messages in self.messages.items()}
 
     def _load(self, messages: Messages) -> "Load":
-        # Gathering sends the same rows, at once and round the ring.
+        # The rows are the same whether they are gathered at once or round the ring.
         rows = (messages.transport == "all_to_all", *(branch.rows_key for branch in messages.branches))
         if rows not in self.known_loads:
             self.known_loads[rows] = load_of(messages, len(self.shard_lengths))
@@ -206,7 +206,7 @@ class Load:
 
 
 def load_of(messages: Messages, ranks: int) -> Load:
-    """The sums of the messages between so many ranks."""
+    """The messages of a transport, summed up for each rank. ranks: how many there are."""
     sent, received, to_itself, largest_sent, largest_received, messages_sent, messages_received = np.zeros(
         (7, ranks), dtype=np.int64
     )
