@@ -145,9 +145,6 @@ def test_a_step_in_half_precision_reads_the_weights_that_it_has_learnt(monkeypat
     monkeypatch.setattr(trainer, "_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
     _, record = fit(line(0), device="cpu")
     assert record["loss"] < 0.1 * record["curve"][0][1]
-    with torch.autocast("cpu", torch.bfloat16):  # around all steps it would learn nothing
-        _, record = fit(line(0), device="cpu")
-    assert record["loss"] > 0.5 * record["curve"][0][1]
 
 
 def test_what_is_in_the_folder_is_not_trained_again(tmp_path):
