@@ -34,7 +34,6 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
-UNRUN = "'triton' before 'hopper' for gradients at a head_dim above 128, where no GPU has run dk and dv of 'hopper' yet"
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
@@ -99,17 +98,7 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
-    rule = _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
-    return _unrun_later(rule) if gradient and q.shape[-1] > NARROW else rule
-
-
-def _unrun_later(rule: Rule) -> Rule:
-    # "triton" goes before "hopper" where the latter was held against float64 in the emulator alone.
-    if not {"hopper", "triton"} <= set(rule.order):
-        return rule
-    order = [name for name in rule.order if name != "hopper"]
-    order.insert(order.index("triton") + 1, "hopper")
-    return Rule(tuple(order), f"{rule.record}; {UNRUN}")
+    return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:

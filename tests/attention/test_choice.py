@@ -463,17 +463,6 @@ def test_a_call_off_the_fast_path_says_why(monkeypatch, dtype, backend, words):
     assert ("off the fast path" in str(found)) == bool(words)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "gradient", "first"), [(128, True, "hopper"), (136, False, "hopper"), (136, True, "triton")]
-)
-def test_kernels_that_no_gpu_has_run_come_after_the_plain_ones(monkeypatch, head_dim, gradient, first):
-    monkeypatch.setattr(choice, "_known_rule", lambda *_: HALF_RULES["Hopper"])
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 64, 2, head_dim))
-    rule = choice.rule_for(q, Request(PATTERN), gradient=gradient)
-    assert rule.order[0] == first
-    assert (choice.UNRUN in rule.record) == (first == "triton")
-
-
 def test_branches_of_plain_kernels_are_off_the_fast_path_and_a_cpu_has_none():
     q = torch.ones(1, 8, 2, 4)
     assert explain_backend(q, q, q, DilatedPattern((4,), (1,)), dropout_p=0.1).off_fast_path == ""
