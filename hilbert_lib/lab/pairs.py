@@ -21,6 +21,7 @@ from hilbert_lib.limits.memory import begin_peak
 
 Results = tuple[Tensor, ...]
 MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launches hide behind the device's lead
+VERY_SLOW = 2.0  # seconds of a call
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,13 @@ def _sustained(case: Case, calls: int, timing: dict, device: torch.device) -> Su
 def time_cases(
     *cases: Case, device: torch.device, took: float, repetitions: int = 20, seconds: float = 2.0
 ) -> Measurement | Comparison:
-    """Time one case, or two in turn, whose calls take so long together; slow ones with fewer samples than asked."""
-    samples = max(5, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
-    how = {"device": device, "repetitions": samples, "warmup": 2}
+    """Time one case, or two in turn, whose calls take so long together; slow ones with fewer samples than asked.
+
+    At least five samples after two untimed calls; three after one where a call takes longer than `VERY_SLOW` seconds.
+    """
+    least, warmup = (3, 1) if took > VERY_SLOW else (5, 2)
+    samples = max(least, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
+    how = {"device": device, "repetitions": samples, "warmup": warmup}
     if device.type == "cuda":
         how["min_sample_ms"] = MIN_SAMPLE_MS
     return compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)

@@ -200,8 +200,7 @@ def flex_mask(points: PointNeighbourhood, lists: PackedLists, order: Tensor, siz
     blocks = -(-count // size)
     number, pairs = pairs_by_block(lists, order, size)
     is_full = pairs == size**2
-    width = None if device.type == "cuda" else blocks
-    partial, full = (_block_rows(number[chosen], blocks, width) for chosen in (~is_full, is_full))
+    partial, full = block_lists(number[~is_full], number[is_full], blocks=blocks, narrow=device.type == "cuda")
     mask = BlockMask(
         seq_lengths=(count, count),
         kv_num_blocks=partial[0],
@@ -218,11 +217,21 @@ def flex_mask(points: PointNeighbourhood, lists: PackedLists, order: Tensor, siz
     return mask, len(number)
 
 
-def _block_rows(number: Tensor, blocks: int, width: int | None) -> tuple[Tensor, Tensor]:
-    # How many blocks of keys each block of queries meets, and which: (1, 1, blocks) and (1, 1, blocks, width) int32.
+def block_lists(*numbers: Tensor, blocks: int, narrow: bool) -> list[tuple[Tensor, Tensor]]:
+    """Counts of the blocks of keys that each block of queries meets, (1, 1, blocks), and these, (1, 1, blocks, width).
+
+    All lists are equally wide: torch 2.11 reads rows of full blocks by the stride of the partial ones' list, and ends
+    in an illegal access to memory where they differ. numbers: a kind's pairs of blocks, query * blocks + key, each
+    ascending. narrow: whether the width is that of the longest row, or else `blocks`.
+    """
+    counts = [(number // blocks).bincount(minlength=blocks) for number in numbers]
+    width = max(1, *(int(count.amax()) for count in counts)) if narrow else blocks
+    return [_block_rows(number, count, width) for number, count in zip(numbers, counts, strict=True)]
+
+
+def _block_rows(number: Tensor, counts: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    blocks = len(counts)
     query, key = number // blocks, number % blocks
-    counts = query.bincount(minlength=blocks)
-    width = max(1, int(counts.amax())) if width is None else width
     first = counts.cumsum(0) - counts
     indices = torch.zeros(blocks, width, dtype=torch.int32, device=number.device)
     indices[query, torch.arange(len(query), device=number.device) - first[query]] = key.int()

@@ -139,6 +139,19 @@ def test_the_mask_of_flex_holds_the_pairs_and_marks_full_blocks(size, text):
     assert is_full.any() == text.startswith("tissue 130")
 
 
+def test_lists_of_partial_and_full_blocks_are_equally_wide():
+    # The compiled kernel of torch 2.11 has one stride for both.
+    partial, full = torch.tensor([0, 1, 2, 5, 8]), torch.tensor([4])
+    lists = sweep.block_lists(partial, full, blocks=3, narrow=True)
+    assert [indices.tolist() for _, indices in lists] == [
+        [[[[0, 1, 2], [2, 0, 0], [2, 0, 0]]]],
+        [[[[0, 0, 0], [1, 0, 0], [0, 0, 0]]]],
+    ]
+    assert [counts.tolist() for counts, _ in lists] == [[[[3, 1, 1]]], [[[0, 1, 0]]]]
+    (_, wide), (_, none) = sweep.block_lists(partial, full[:0], blocks=3, narrow=True)
+    assert wide.shape == none.shape
+
+
 def test_neighbours_of_a_query_are_those_of_its_window():
     points = next(works()).work.pattern
     table = sweep.neighbour_table(points.lists)
