@@ -8,7 +8,7 @@ but those of [suite].
 attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
             attention_weights, merge_attention
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union, two_resolution_attention
-points      PointNeighbourhood, for `attend`; point_order
+points      PointNeighbourhood, for `attend`; PointAttention, point_order
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_attend, ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
             ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs, PointShard
@@ -30,6 +30,7 @@ PUBLIC = {
     "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
     "hilbert_lib.attention.merge": ("merge_attention",),
     "hilbert_lib.attention.modules": ("DilatedAttention", "MultiheadDilatedAttention"),
+    "hilbert_lib.attention.point_module": ("PointAttention",),
     "hilbert_lib.attention.two_resolutions": ("two_resolution_attention",),
     "hilbert_lib.attention.weights": ("attention_weights",),
     "hilbert_lib.curves.coordinates": ("curve_coordinates", "curve_index"),
@@ -83,6 +84,7 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name
     from hilbert_lib.attention.modules import (
         MultiheadDilatedAttention as MultiheadDilatedAttention,
     )
+    from hilbert_lib.attention.point_module import PointAttention as PointAttention
     from hilbert_lib.attention.two_resolutions import two_resolution_attention as two_resolution_attention
     from hilbert_lib.attention.weights import attention_weights as attention_weights
     from hilbert_lib.curves.coordinates import curve_coordinates as curve_coordinates

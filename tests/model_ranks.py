@@ -1,6 +1,7 @@
 """What the tests of models on several ranks run on two and on four of them, over gloo."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, NeighbourhoodAttention, Rectangles
+from hilbert_lib import (
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    NeighbourhoodAttention,
+    PointAttention,
+    PointNeighbourhood,
+    PointShard,
+    Rectangles,
+    attend,
+    ring_attend,
+)
 
 PATTERN = DilatedPattern((6, 20), (1, 2))
 GRID = (5, 4)  # the cells of the sequence of 20 tokens
@@ -137,6 +148,43 @@ def over_tokens() -> dict[str, float]:
         assert weight.grad.abs().max() > 0
         found[name] = largest([gradient], [weight.grad])
     return found
+
+
+def moved_cells(q: Tensor, k: Tensor, points: PointNeighbourhood) -> tuple[Tensor, Tensor]:
+    """q and k as the cells that they lie in say."""
+    q, _ = turned(q, q, points.coordinates[:, 0][None])
+    _, k = turned(k, k, points.key_cells[:, 0][None])
+    return q, k
+
+
+def over_points(has_keys: bool) -> dict[str, float]:
+    """How far a layer over points that ranks share is from one process: outputs, and gradients of its weights."""
+    fine = torch.cartesian_prod(torch.arange(9), torch.arange(8))
+    coarse = torch.unique(fine // 2, dim=0)
+    cells, window = (fine // 2, 2) if has_keys else (fine, 3)
+    torch.manual_seed(2)
+    features, of_keys, extra = (torch.randn(2, n, DIM, dtype=torch.float64) for n in (len(fine), len(coarse), 3))
+    first = dist.get_rank() == 0
+    own, own_keys = (slice(30), slice(14)) if first else (slice(30, None), slice(14, None))
+
+    def results(attention: Callable, points_of: type, own: slice, own_keys: slice, share: float) -> list[Tensor]:
+        # share: of the loss of extra tokens, which all ranks have.
+        torch.manual_seed(0)
+        layer = PointAttention(DIM, HEADS, kv_heads=2, prepare=moved_cells, attention=attention).double()
+        points = points_of(cells[own], window, keys=coarse[own_keys] if has_keys else None)
+        tokens = {"keys": of_keys[:, own_keys] if has_keys else None}
+        out, extra_out = layer(features[:, own], points, **tokens, extra=extra, return_extra=True)
+        (out.sin().sum() + share * extra_out.cos().sum()).backward()
+        return [out.detach(), extra_out.detach(), *(x.grad for x in layer.parameters())]
+
+    out, *expected = results(attend, PointNeighbourhood, slice(None), slice(None), 1.0)
+    expected = [out[:, own], *expected]
+    found = results(ring_attend, PointShard, own, own_keys, 0.5)
+    for gradient in found[2:]:
+        dist.all_reduce(gradient)
+    assert all(x.abs().max() > 0 for x in expected)
+    names = "out", "extra_out", "in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias"
+    return {name: largest([x], [y]) for name, x, y in zip(names, found, expected, strict=True)}
 
 
 def recipe(name: str) -> dict:

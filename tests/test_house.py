@@ -70,13 +70,13 @@ FLOORS = {
             "known_calls",
             "api",
         ),
-        *("two_resolutions", "torchscale", "caches", "modules", "grid_module", "explain", "weights"),
+        *("two_resolutions", "torchscale", "caches", "modules", "grid_module", "point_module", "explain", "weights"),
     ],
     "ring": ["plan", "rank", "agreement", "points", "spread", "attention", "module"],
 }
 FOLDERS = {
     "attention": "attention_weights dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention "
-    "neighbourhood_attention NeighbourhoodAttention two_resolution_attention",
+    "neighbourhood_attention NeighbourhoodAttention PointAttention two_resolution_attention",
     "curves": "curve_coordinates curve_index",
     "ring": "PointShard Rectangles RingDilatedAttention RingNeighbourhoodAttention Runs gather plan_halo plan_ring "
     "ring_attend ring_dilated_attention ring_neighbourhood_attention run_ranks shard",

@@ -19,6 +19,7 @@ grid_lists     packed lists of grids, for kernels that know no geometry
 two_resolutions  near tokens of a grid by themselves, all others as means of coarse cells
 joint          queries beside a grid, which see every cell and every extra key
 grid_module    attention on grids as a layer
+point_module   attention over points as a layer
 caches         keys and values of a module's earlier tokens
 explain        which backend serves a call
 starts         the row of k at which each sequence of a batch begins
@@ -43,6 +44,7 @@ __getattr__, __dir__ = lazily(
             "MultiheadDilatedAttention",
         ),
         "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
+        "hilbert_lib.attention.point_module": ("PointAttention",),
         "hilbert_lib.attention.two_resolutions": ("two_resolution_attention",),
         "hilbert_lib.attention.weights": ("attention_weights",),
     },

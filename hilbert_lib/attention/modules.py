@@ -173,6 +173,15 @@ class ProjectedAttention(Layer):
         by_head = self.in_proj(tokens).unflatten(-1, (-1, self.head_dim))
         return by_head.split_with_sizes([self.num_heads, self.kv_heads, self.kv_heads], -2)
 
+    def project_each(self, *tokens: Tensor) -> list[Tensor]:
+        """q of the first tensor, k of the second and v of the third, shaped as in `project`."""
+        if not _is_plain(self.in_proj):
+            return [self.project(x)[n] for n, x in enumerate(tokens)]
+        sizes, bias = self.projected_sizes, self.in_proj.bias
+        biases = (None,) * 3 if bias is None else bias.split(sizes)
+        parts = zip(tokens, self.in_proj.weight.split(sizes), biases, strict=True)
+        return [linear(*part).unflatten(-1, (-1, self.head_dim)) for part in parts]
+
     def make_cache(
         self,
         batch: int,
@@ -513,7 +522,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
                 self.check_tokens(name, x, (2, 3), allowed, query)
         self.refuse_over_ranks(cache=cache, cu_seqlens=cu_seqlens, key_start=key_start)
         padding = _as_bool(key_padding_mask)
-        heads = self.project(query) if key is query and value is query else self._project_each(query, key, value)
+        heads = self.project(query) if key is query and value is query else self.project_each(query, key, value)
         if query.dim() == 2:
             q, k, v = (x[None] for x in heads)
             padding = None if padding is None else padding[None]
@@ -560,15 +569,6 @@ class MultiheadDilatedAttention(ProjectedAttention):
         # Not `self(...)`: hooks have run for this call.
         out, _ = self.forward(padded, key_padding_mask=is_padding, attn_mask=attn_mask, is_causal=is_causal)
         return torch.nested.as_nested_tensor([tokens[:end] for tokens, end in zip(out, lengths, strict=True)])
-
-    def _project_each(self, *tokens: Tensor) -> list[Tensor]:
-        # q of the first tensor, k of the second and v of the third.
-        if not _is_plain(self.in_proj):
-            return [self.project(x)[n] for n, x in enumerate(tokens)]
-        sizes, bias = self.projected_sizes, self.in_proj.bias
-        biases = (None,) * 3 if bias is None else bias.split(sizes)
-        parts = zip(tokens, self.in_proj.weight.split(sizes), biases, strict=True)
-        return [linear(*part).unflatten(-1, (-1, self.head_dim)) for part in parts]
 
 
 def _undrawn_linear(in_features: int, out_features: int, bias: bool, factory: dict[str, object]) -> nn.Linear:

@@ -122,6 +122,16 @@ class PointNeighbourhood(Pattern):
         """The device of its tensors."""
         return self.coordinates.device
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether k and v live on other cells than q."""
+        return self.key_coordinates is not None
+
+    @property
+    def key_cells(self) -> Tensor:
+        """The cell of each row of k: (m, axes). They are `coordinates` unless points have keys."""
+        return self.coordinates if self.key_coordinates is None else self.key_coordinates
+
     @cached_property
     def pairs(self) -> int:
         """Number of pairs of a query and a key that attend."""

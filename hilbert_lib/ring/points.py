@@ -119,6 +119,16 @@ class PointShard(PointNeighbourhood):
         return f"{names[0]} of all ranks", names[1]
 
     @property
+    def has_keys(self) -> bool:
+        """Whether k and v live on other cells than q."""
+        return self.own_keys is not None
+
+    @property
+    def key_cells(self) -> Tensor:
+        """The cell of each row of this rank's k: (m, axes). They are `coordinates` unless points have keys."""
+        return self.coordinates if self.own_keys is None else self.own_keys[:, 1:]
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """The number of points of each rank."""
         return tuple(count.points for count in self.counts)

@@ -18,6 +18,8 @@ from hilbert_lib import (
     NeighbourhoodAttention,
     Ordering,
     OrderingSpec,
+    PointAttention,
+    PointNeighbourhood,
     RingDilatedAttention,
     RingNeighbourhoodAttention,
     curve_index,
@@ -50,6 +52,7 @@ MODULES = {
     "DilatedAttention": (DilatedAttention(PATTERN), [X, X, X]),
     "MultiheadDilatedAttention": (MultiheadDilatedAttention(8, 2, PATTERN, batch_first=True), [TOKENS]),
     "NeighbourhoodAttention": (NeighbourhoodAttention(8, 2, 2), [CELLS]),
+    "PointAttention": (PointAttention(8, 2), [TOKENS, PointNeighbourhood(torch.arange(8)[:, None], 3)]),
     "RingDilatedAttention": (RingDilatedAttention(PATTERN), [X, X, X]),
     "RingNeighbourhoodAttention": (RingNeighbourhoodAttention(NEAR), [X, X, X]),
 }

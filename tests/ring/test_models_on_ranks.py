@@ -16,6 +16,7 @@ from hilbert_lib.launch.workers import RankError, run_ranks
 
 MESHES = {2: [(1, 2), (2, 1)], 4: [(2, 2)]}  # by the number of ranks, how many share the sequence and the heads
 CALLS = {2: [["model_ranks:by_batch", {}], ["model_ranks:over_tokens", {}]], 4: []}
+CALLS[2] += [["model_ranks:over_points", {"has_keys": has_keys}] for has_keys in (False, True)]
 CALLS[2] += [["dtensor_ranks:compared", {}], ["dtensor_ranks:refused", {}]]
 CALLS[4] += [["dtensor_ranks:in_rings", {}], ["dtensor_ranks:refused_in_rings", {}]]
 for ranks, meshes in MESHES.items():
@@ -68,6 +69,13 @@ def test_a_model_is_trained_as_on_one_process_where_ranks_share_the_batch(how):
 def test_a_model_whose_tokens_are_spread_has_the_scores_loss_and_gradients_of_one_process():
     for errors in answers(2, ["model_ranks:over_tokens", {}]):
         assert len(errors) == 2 + len(list(model_ranks.made().parameters()))
+        assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_layer_over_points_that_ranks_share_equals_one_process(has_keys):
+    for errors in answers(2, ["model_ranks:over_points", {"has_keys": has_keys}]):
+        assert len(errors) == 6
         assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
 
 
