@@ -94,6 +94,10 @@ def test_an_error_is_as_small_as_its_dtype_allows(records):
     single = changed(records["measurement"], ["parameters", "dtype"], "float32")
     assert faults_of(single)
     assert faults_of(changed(single, ["error"], 1e-5)) == []
+    by_tf32 = changed(single, ["parameters", "allows_tf32"], True)
+    assert faults_of(changed(by_tf32, ["error"], 2e-3)) == []
+    assert faults_of(changed(by_tf32, ["error"], 6e-3))
+    assert faults_of(changed(changed(single, ["error"], 2e-3), ["parameters", "allows_tf32"], False))
     double = changed(single, ["parameters", "dtype"], "float64")
     assert faults_of(changed(double, ["error"], 1e-5))
     assert faults_of(changed(double, ["error"], 1e-12)) == []
