@@ -19,7 +19,8 @@ from hilbert_lib.patterns.point_lists import Cells, packed
 from hilbert_lib.patterns.points import PointNeighbourhood
 
 HALVED = "hilbert, halved"  # the order that `PointNeighbourhood` takes
-WORK_ORDERS = ("raster", "morton", "hilbert", HALVED, "random")
+RANDOM = "random"
+WORK_ORDERS = ("raster", "morton", "hilbert", HALVED, RANDOM)
 PATCH = 1024  # tokens of a patch, as Point Transformer V3 has them
 MOST_RANDOM = 2**18  # points that are worked on in a random order too: every block then meets every other
 TILE_BYTES = 768  # of a tile of 64 x 64: rows of int32, words of int64
@@ -48,9 +49,19 @@ def point_orders(points: PointNeighbourhood) -> dict[str, Tensor]:
         HALVED: points.order,
     }
     if len(raster) <= MOST_RANDOM:
-        generator = torch.Generator("cpu").manual_seed(0)
-        orders["random"] = torch.randperm(len(raster), generator=generator, device="cpu").to(cells.device)
+        orders[RANDOM] = random_order(points)
     return orders
+
+
+def random_order(points: PointNeighbourhood) -> Tensor:
+    """The rows of the tokens in a random order, (n,) int64: the same for the same number of points.
+
+    >>> sorted(random_order(PointNeighbourhood(torch.tensor([[1, 1], [0, 1], [0, 0]]), 3)).tolist())
+    [0, 1, 2]
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randperm(len(points.coordinates), generator=generator, device="cpu")
+    return rows.to(points.coordinates.device)
 
 
 def lists_in_order(points: PointNeighbourhood, order: Tensor) -> PackedLists:

@@ -29,11 +29,13 @@ from hilbert_lib.lab.cache.neighbourhood import of_axes
 from hilbert_lib.lab.cache.points import (
     HALVED,
     PATCH,
+    RANDOM,
     lists_in_order,
     pairs_by_block,
     patch_recall,
     patch_starts,
     point_orders,
+    random_order,
 )
 from hilbert_lib.lab.clouds import CLOUDS, parse_work
 from hilbert_lib.lab.pairs import Results, Side
@@ -121,7 +123,7 @@ class Kernel:
 def by_lists(work: Workload, order: str = HALVED, storage: str = "raster") -> Kernel:
     """Lists in an order of work, with tokens stored in an order; both are names of `point_orders`."""
     points, orders = work.pattern, point_orders(work.pattern)
-    rows = orders[storage]
+    rows = random_order(points) if storage == RANDOM else orders[storage]
     if storage != "raster":
         points = PointNeighbourhood(points.coordinates[rows], points.window)
         orders = point_orders(points)
@@ -353,7 +355,7 @@ def compare_orders(
 ) -> Iterator[tuple[Side, Side]]:
     """Pairs of lists: in another order of work, or of tokens stored in another order, then the library's lists.
 
-    A random order of work is left out where there are too many points for it (`point_orders`).
+    A random order of work is left out where there are too many points for it (`point_orders`); a random storage is not.
     """
     for cloud, work in works:
         own = by_lists(work)

@@ -56,6 +56,13 @@ def test_every_kernel_stands_beside_lists(records):
     assert orders.a.tolist() == others * 2
 
 
+def test_many_points_are_stored_but_not_worked_on_at_random(monkeypatch):
+    monkeypatch.setattr(counting, "MOST_RANDOM", 100)
+    pairs = sweep.compare_orders(works(), orders=("raster", "random"), storages=("random",))
+    names = [other.name for other, _ in pairs if other.parameters["cloud"] == "room"]
+    assert names == ["raster, stored raster", "hilbert, halved, stored random"] * 2
+
+
 def test_a_gather_in_parts_has_no_backward(monkeypatch):
     work = next(works()).work
     assert sweep.by_gather(work).has_backward
