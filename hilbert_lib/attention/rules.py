@@ -45,12 +45,12 @@ CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs
 # On grids.
 _GRIDS = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
 # "lists" takes a half to a third of the time of "triton" on a plane, and in float32 six tenths to all of it: "triton"
-# is for what lists lack, as a bias. Behind "flex" in compact orders stand both, which no record has beside it there.
+# is for what lists lack, as a bias. There "flex" goes before it where tokens are stored compactly.
 # What `select_attention_backend` or `hilbert bench grids` times on a machine goes before these rules.
 _LISTS = f"lists on an H200, others {_GRIDS}"
 GRID_BY_ROW = Rule(("hopper", "lists", "triton", "flex", "eager"), f"boxes on an H100 (notebook 08b); {_LISTS}")
 GRID_ON_GPU = Rule(("lists", "triton", "flex", "eager"), _LISTS)
-GRID_COMPACT = Rule(("flex", "lists", "triton", "eager"), _LISTS)
+GRID_COMPACT = Rule(("lists", "flex", "triton", "eager"), _LISTS)
 # Within "eager", `backends/tile_groups.py` chooses between tiles and all keys at once, from what was timed on a CPU.
 GRID_ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")
 POINTS = Rule(("triton", "eager"), "the only ones that read lists")
