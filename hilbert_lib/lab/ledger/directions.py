@@ -56,8 +56,8 @@ DIRECTIONS = (
         "pattern and curve designed together",
         ANSWERED,
         "a head sees {along_hilbert} % of 17 x 17 neighbours along the curve, {along_raster} % row by row, all in a "
-        "window of that work; the loss of a small model is {learnt_hilbert} times that row by row, with a window "
-        "{learnt_windows}",
+        "window of that work; the loss of a model of {learnt_layers} layers is {learnt_hilbert} times that row by row, "
+        "with a window {learnt_windows}",
         ("14_directions",),
         ("L2",),
         calls=("Neighbourhood",),

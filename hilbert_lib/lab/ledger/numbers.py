@@ -22,6 +22,7 @@ from hilbert_lib.lab.cache.annealing import annealing_table
 from hilbert_lib.lab.cache.bound import BOUND, BRICKS, count_bound
 from hilbert_lib.lab.cache.in_print import count_tiles, count_windows
 from hilbert_lib.lab.cache.neighbourhood import least_window
+from hilbert_lib.lab.cache.order_map import HILBERT
 from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.inside.steps import LIBRARY, STEP_SWEEP, STEPS
@@ -32,6 +33,7 @@ from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED
 from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.ledger.directions import directions_table
 from hilbert_lib.lab.ledger.documents import LAYOUTS, reference_pattern
+from hilbert_lib.lab.ledger.order_map import map_gains
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import (
     MACHINES,
@@ -46,9 +48,11 @@ from hilbert_lib.lab.records import (
 from hilbert_lib.lab.resolutions import error_table
 from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes, segment_table
+from hilbert_lib.lab.sweeps.contexts import DECODING, STEP, TORCHSCALE
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.in_print import FUSED, OURS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
+from hilbert_lib.lab.sweeps.points import POINT_SWEEP
 from hilbert_lib.lab.sweeps.processes import process_table
 from hilbert_lib.lab.sweeps.video import step_table
 from hilbert_lib.lab.tables import both_ways, fused_name, side_table
@@ -84,10 +88,14 @@ def numbers() -> dict[str, str]:
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128, 256)}
     slots |= {
         **_points(),
+        **_timed_points(),
+        **_contexts(),
+        **_timed_map(),
         **_video(),
         **_orders_of_grids(),
         **_searched_and_approximated(),
-        **_learnt_orders(),
+        **_learnt_orders(committed_records(DIRECTIONS), "learnt"),
+        **_learnt_orders(_records_without_gpu(DIRECTIONS), "learnt_small"),
         **_in_print(),
         **_timed_in_print(),
         **_steps(),
@@ -371,6 +379,48 @@ def _points() -> dict:
     return slots | _ends("points_lost", 100 * models.lost_by_patches().value, ".0f")
 
 
+def _timed_points() -> dict[str, str]:
+    """Time of patches, and of FlexAttention in its fastest order and block, over that of lists; and of FlexAttention's
+    blocks of 128 over cells stored row by row over that in Hilbert order. Of the record of notebook 13.
+    """
+    found, slots = committed_records("13_points"), {}
+    for kernel in ("patches", "blocks"):
+        slots |= _ends(f"points_{kernel}", kernels.over_lists(found, kernel).value)
+    case = ["direction", "cloud", "points", "window", "head_dim"]
+    by_order = kernels.ratios(found, sweep=POINT_SWEEP).pivot(index=case, columns="base", values="value")
+    stored = by_order["blocks of 128, raster"] / by_order["blocks of 128, hilbert"]
+    return slots | _ends("points_storage", stored) | {"points_works": str(len(stored))}
+
+
+def _contexts() -> dict[str, str]:
+    """Tokens of the longest timed step of notebook 10, ms of a dilated one, and the others' times over it; ms of a
+    token that is decoded after as many.
+    """
+    found = committed_records("10_in_a_model")
+    step = side_table(found, STEP)
+    longest = step[step.length == step.length.max()].groupby("name").median_ms.first()
+    dilated = longest["dilated"]
+    slots = {"context_tokens": f"{step.length.max():,}", "context_ms": f"{dilated:.0f}"}
+    slots["context_dense"] = f"{longest['dense, cudnn'] / dilated:.0f}"
+    slots["context_windows"] = f"{longest['windows'] / dilated:.2f}"
+    slots["context_torchscale"] = f"{longest[TORCHSCALE] / dilated:.1f}"
+    decoded = side_table(found, DECODING).query("length == length.max()").set_index("name").median_ms
+    return slots | {f"decoding_{name}_ms": f"{decoded[name]:.2f}" for name in ("dilated", "dense", "windows")}
+
+
+def _timed_map() -> dict[str, str]:
+    """Gain of Hilbert order over rows in FlexAttention's blocks, without a dilation; and by block and side of the grid
+    the least window from which on it gains. Of the record of notebook 08.
+    """
+    gains = map_gains(committed_records("08_where_a_curve_pays"))
+    gains = gains[(gains.kernel == "blocks") & (gains.order == HILBERT) & (gains.dilation == 1)]
+    slots = {"map_works": str(len(gains)), **_ends("map", gains.value)}
+    for (block, side), cells in gains.groupby(["block_size", "side"]):
+        behind = cells.window[cells.low <= 1].max()
+        slots[f"map_least_{int(block)}_{side}"] = f"{cells.window[~(cells.window <= behind)].min():.0f}"
+    return slots
+
+
 def _steps() -> dict[str, str]:
     """ms of a call by each step of notebook 11 and by the library's kernel; each step's time over the next one's."""
     took = side_table(committed_records("11_inside_a_kernel"), STEP_SWEEP).set_index("name").median_ms
@@ -423,17 +473,27 @@ def _searched_and_approximated() -> dict:
     return slots | {"means_keys": int(errors["keys"].iloc[0]), "means_tokens": f"{side**2:,}"}
 
 
-def _learnt_orders() -> dict[str, str]:
-    """Held-out loss along each curve, and in a window, over that row by row; seeds, pictures and steps."""
-    found = committed_records(DIRECTIONS, with_gpu=False)
-    cases = learning.orders_over_rows(found).set_index("name")
+def _records_without_gpu(notebook: str) -> list[dict]:
+    # Of the newest run of a machine without a GPU.
+    facts = {run: run_environment(run) for run in committed_runs(notebook)}
+    newest = max((run for run in facts if not facts[run]["gpus"]), key=lambda run: facts[run]["utc"])
+    return read_records(newest / RESULTS)
+
+
+def _learnt_orders(records: list[dict], prefix: str) -> dict[str, str]:
+    """Held-out loss along each curve, and in a window, over that row by row; seeds, pictures, steps, layers and width.
+
+    records: of a run of notebook 14. prefix: of the slots.
+    """
+    cases = learning.orders_over_rows(records).set_index("name")
     slots = {}
     for name, case in cases.drop(index=learning.ROWS).iterrows():
-        slots[f"learnt_{name}"] = f"{case.value:.2f}"
-        slots[f"learnt_{name}_ends"] = f"{case.low:.2f} to {case.high:.2f}"
-    (steps,) = {record["parameters"]["steps"] for record in found if record.get("kind") == TRAINING}
-    counts = {"seeds": cases.seeds.iloc[0], "pictures": cases.pictures.iloc[0], "steps": steps}
-    return slots | {f"learnt_{what}": f"{count:,}" for what, count in counts.items()}
+        slots[f"{prefix}_{name}"] = f"{case.value:.2f}"
+        slots[f"{prefix}_{name}_ends"] = f"{case.low:.2f} to {case.high:.2f}"
+    model = next(record["parameters"] for record in records if record.get("kind") == TRAINING)
+    counts = {"seeds": cases.seeds.iloc[0], "pictures": cases.pictures.iloc[0]}
+    counts |= {name: model[name] for name in ("steps", "layers", "width")}
+    return slots | {f"{prefix}_{what}": f"{count:,}" for what, count in counts.items()}
 
 
 def _in_print() -> dict[str, str]:

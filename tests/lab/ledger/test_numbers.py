@@ -17,7 +17,7 @@ from hilbert_lib.lab.ledger.numbers import SLOT, fill, filled_texts, numbers
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records
 
 pytestmark = pytest.mark.evidence
-WAITING = {"13"}  # notebooks whose first run on a GPU is still to be made
+WAITING = {"13"}  # notebooks whose first whole run on a GPU is still to be made
 
 
 def pairs(notebook, sweep, a, b, **given):
