@@ -178,6 +178,10 @@ class NeighbourhoodAttention(ProjectedAttention):
         self.check_tokens("x", x, (3, 4, 5), "(batch, *grid, embed_dim), with 1 to 3 axes and embed_dim {size}")
         if extra is not None:
             self.check_tokens("extra", extra, (3,), "(batch, tokens, embed_dim) and embed_dim {size}")
+            if extra.shape[0] != x.shape[0]:
+                raise ValueError(f"extra must have the batch of x ({x.shape[0]}), got shape {tuple(extra.shape)}")
+        elif extra_padding_mask is not None:
+            raise ValueError("extra_padding_mask must be None where extra is None, got a mask")
         if checks.boolean("return_extra", return_extra) and extra is None:
             raise ValueError("return_extra must be False where extra is None, got True")
         grid = x.shape[1:-1]

@@ -61,6 +61,7 @@ def two_resolution_attention(
     >>> two_resolution_attention(x, x, x, (16, 16), cell=4, near=1).shape  # 16 tokens and 15 means a query
     torch.Size([1, 256, 2, 8])
     """
+    checks.boolean("return_lse", return_lse)
     grid = _Grid.of(shape, cell, near)
     grid.check(q, k, v)
     options = {"scale": scale, "backend": backend, "return_lse": True}
@@ -103,6 +104,8 @@ class _Grid:
         cell, near = (_by_axis(name, value, len(sides)) for name, value in (("cell", cell), ("near", near)))
         if any(width % 2 == 0 for width in near):
             raise ValueError(f"near must be odd along each axis, got {near}")
+        # A cell that is longer than an axis is that axis, which needs no margin.
+        cell = tuple(size if size <= side else side for side, size in zip(sides, cell, strict=True))
         coarse = tuple(-(-side // size) for side, size in zip(sides, cell, strict=True))
         padded = tuple(count * size for count, size in zip(coarse, cell, strict=True))
         window = tuple(width * size for width, size in zip(near, cell, strict=True))

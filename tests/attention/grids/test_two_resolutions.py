@@ -133,6 +133,22 @@ def test_a_large_score_of_a_near_token_leaves_no_trace_of_its_mean():
     assert out.isfinite().all()
 
 
+def test_a_cell_longer_than_an_axis_adds_no_tokens(monkeypatch):
+    called, sizes = two_resolutions.neighbourhood_attention, []
+
+    def watched(q, *rest, **options):
+        sizes.append(q.shape[1])
+        return called(q, *rest, **options)
+
+    q, k, v = drawn((1, 8))
+    expected = query_by_query(q, k, v, (1, 8), (1, 4), (1, 1))
+    monkeypatch.setattr(two_resolutions, "neighbourhood_attention", watched)
+    for cell in (4, (10**20, 4)):
+        results = two_resolution_attention(q, k, v, (1, 8), cell=cell, near=1, return_lse=True)
+        torch.testing.assert_close(results, expected, rtol=0, atol=1e-14)
+    assert sizes == [8, 2] * 2  # of tokens, then of coarse cells
+
+
 def test_the_means_in_the_near_part_are_taken_out(monkeypatch):
     q, k, v = drawn((8, 8))
     out = two_resolution_attention(q, k, v, (8, 8), cell=2, near=1)
@@ -155,9 +171,10 @@ def test_it_compiles_into_one_graph():
         ({"cell": (1, 2, 3)}, "cell must be one value or one for each of 2 axes"),
         ({"shape": (3, 3)}, r"q must be \(batch, 9, heads, head_dim\) for a grid of \(3, 3\)"),
         ({"backend": "sdpa"}, "backend"),
+        ({"return_lse": 1}, "return_lse must be True or False, got 1"),
     ],
     ids=str,
 )
 def test_wrong_arguments_are_refused_by_name(changes, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         two_resolution_attention(*drawn((4, 6)), **{"shape": (4, 6), "cell": 2, "near": 1} | changes)
