@@ -506,18 +506,24 @@ def drawn_joint(
 
 def check_joint(
     near, shape, ordering, dtype, backend, *, device="cpu", heads=(2, 4, 2), head_dim=8, query_box=None,
-    with_dlse=False, extra=EXTRA, extra_queries=5, hidden=0.4, extra_hidden=0.4, seed=0,
+    with_dlse=False, extra=EXTRA, extra_queries=5, hidden=0.4, extra_hidden=0.4, seed=0, has_bias=False,
+    starts=None, queries=None,
 ) -> None:  # fmt: skip
     """Run joint attention and compare it with the oracle: outputs, lse and the gradients of all tensors.
 
-    hidden, extra_hidden: the share of cells and of extra keys that have no weight.
+    hidden, extra_hidden: the share of cells and of extra keys that have no weight. starts: query_start and key_start of
+    a line, tensors. queries: rows of q there.
     """
-    cells = _cells(shape)
-    queries = None if query_box is None else prod(stop - start for start, stop in query_box)
+    cells, starts = _cells(shape), starts or {}
+    if query_box is not None:
+        queries = prod(stop - start for start, stop in query_box)
     sizes = {"queries": queries, "extra_queries": extra_queries, "extra": extra, "head_dim": head_dim, "dtype": dtype}
     tensors, other = (drawn_joint(cells, heads, **sizes, seed=n) for n in (seed, seed + 1))
     options = {"scale": SCALE * head_dim**-0.5, "query_box": query_box}
     masks, generator = {}, torch.Generator().manual_seed(seed)
+    if has_bias:
+        table = torch.randn(heads[1], *bias_sides(near), generator=generator, dtype=torch.float64)
+        tensors["bias"] = table.to(dtype)
     for name, count, share in (("key_padding_mask", cells, hidden), ("extra_padding_mask", extra, extra_hidden)):
         if share and count:
             masks[name] = torch.rand(heads[0], count, generator=generator) < share
@@ -532,7 +538,7 @@ def check_joint(
         grads = torch.autograd.grad(results[: len(gradients)], list(leaves.values()), gradients)
         return [out, lse, extra_out, extra_lse, *grads]
 
-    exact = partial(oracle.joint_attention, pattern=near, **masks, **options)
+    exact = partial(oracle.joint_attention, pattern=near, **masks, **starts, **options)
     exact_tensors = {name: x.double() for name, x in tensors.items()}
     douts = [other["q"].double(), other["extra_q"].double()]
     if with_dlse:
@@ -542,13 +548,14 @@ def check_joint(
     right = [ordered(right[0]), ordered(right[1], 2), *right[2:4], *map(ordered, right[4:7]), *right[7:]]
 
     stored, stored_masks = (
-        {name: (x if name.startswith("extra") else ordered(x)).to(device) for name, x in given.items()}
+        {name: (x if name.startswith(("extra", "bias")) else ordered(x)).to(device) for name, x in given.items()}
         for given in (tensors, masks)
     )
     stored_douts = [ordered(douts[0]).to(device, dtype), douts[1].to(device, dtype)]
     if with_dlse:
         lse_dtype = torch.promote_types(dtype, torch.float32)
         stored_douts += ordered(douts[2], 2).to(device, lse_dtype), douts[3].to(device, lse_dtype)
+    stored_masks |= {name: start.to(device) for name, start in starts.items()}
     call = partial(attend, pattern=near, ordering=ordering, backend=backend, return_lse=True, **stored_masks, **options)
     found = run(call, stored, stored_douts)
     assert found[0].dtype == found[2].dtype == dtype

@@ -46,17 +46,23 @@ NEAR = Neighbourhood((4, 6), 3)
 drawn = partial(drawn_joint, 24)
 
 
-def check_random(seed, dtype, backend, **options):
-    """A random call: a grid or a union, windows by head, groups, an order or a box, masks, numbers of extra tokens."""
+def check_random(seed, dtype, backend, has_more=False, **options):
+    """A random call: a grid or a union, windows by head, groups, an order or a box, masks, numbers of extra tokens.
+
+    has_more: besides, a bias, and along a line sequences that begin at unequal rows.
+    """
     random = Random(seed)
     rules = random.choice((*RULES, *UNIONS))
     shape, windows = shape_of(rules), random.choice(("one", "windows"))
     cells = torch.Size(shape).numel()
     query_box = box_in(shape) if random.random() < 0.3 else None
+    if has_more:
+        options |= more_options(Random(seed), rules, cells)
+        query_box = None if "starts" in options else query_box
     check_joint(
         neighbourhoods(rules, windows),
         shape,
-        None if query_box else ORDERS[random.choice(("none", "random", "hilbert"))](shape),
+        None if query_box or "starts" in options else ORDERS[random.choice(("none", "random", "hilbert"))](shape),
         dtype,
         backend,
         heads=(2, random.choice((2, 4)), 2 if windows == "windows" else random.choice((1, 2))),
@@ -69,6 +75,43 @@ def check_random(seed, dtype, backend, **options):
         seed=seed,
         **options,
     )
+
+
+def more_options(random, rules, cells):
+    """A bias, which unions do not take; starts of two sequences along a line, some past its end or behind q's row."""
+    found = {"has_bias": rules not in UNIONS and random.random() < 0.7}
+    if len(shape_of(rules)) == 1 and random.random() < 0.7:
+        found["queries"] = random.choice((cells, random.randint(1, cells)))
+        found["starts"], first = {}, (0, 0)
+        if found["queries"] < cells or random.random() < 0.5:
+            first = random.randint(0, cells), random.randint(0, cells - 1)
+            found["starts"]["query_start"] = torch.tensor(first, dtype=torch.int32)
+        # The second sequence has the first row of q.
+        begins = random.randint(-1, cells + 1), random.randint(-1, first[1])
+        found["starts"]["key_start"] = torch.tensor(begins)
+    return found
+
+
+LINES = ("line", "line, causal", "a line three times")
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_random_calls_with_a_bias_and_unequal_starts_are_the_oracles(dtype, backend, monkeypatch):
+    for seed in range(8):
+        check_random(seed, dtype, backend, has_more=True)
+    for name, rules in (("RULES", LINES[:2]), ("UNIONS", LINES[2:])):
+        monkeypatch.setattr(f"{__name__}.{name}", {line: globals()[name][line] for line in rules})
+    for seed in range(8, 16):
+        check_random(seed, dtype, backend, has_more=True)
+
+
+@pytest.mark.skipif(kernel_mode() != "interpreted", reason="on a GPU no machine has run these calls yet")
+def test_plain_kernels_take_a_bias_and_unequal_starts(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.UNIONS", {})
+    monkeypatch.setattr(f"{__name__}.RULES", {line: RULES[line] for line in LINES[:2]})
+    for seed in range(4):
+        check_random(seed, torch.float32, "triton", has_more=True, head_dim=16)
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
