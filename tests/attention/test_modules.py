@@ -556,10 +556,6 @@ WRONG = {
             lambda: on_grid()(tokens(2, 3, 4), extra=tokens(1, 5)),
             r"extra must have the batch of x \(2\), got shape \(1, 5, 16\)",
         ),
-        (
-            lambda: on_grid()(tokens(2, 3, 4), extra_padding_mask=torch.zeros(2, 5, dtype=torch.bool)),
-            "extra_padding_mask must be None where extra is None",
-        ),
         (lambda: on_grid(5, edge=("wrap", "torn")), r"edge\[1\] must be one of shift, clip, wrap; got 'torn'"),
         (lambda: on_grid(3, stride=4), "stride must be at most the window of axis 0, 3; got 4"),
         (lambda: on_grid(backend="flash"), "backend must be one of auto, .* for a Neighbourhood; got 'flash'"),

@@ -379,7 +379,7 @@ def test_extra_tokens_of_a_module_attend_by_its_projections():
     torch.testing.assert_close(module(x, **options), out)
     with pytest.raises(ValueError, match="return_extra must be False where extra is None, got True"):
         module(x, return_extra=True)
-    with pytest.raises(ValueError, match="extra_padding_mask must be None where extra_k is None"):
+    with pytest.raises(ValueError, match="extra_padding_mask must be None where extra is None"):
         module(x, extra_padding_mask=extra_hidden)
 
 
