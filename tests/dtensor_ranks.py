@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import oracle
 import torch
 import torch.distributed as dist
 from oracle import attending
@@ -59,6 +60,49 @@ def compared() -> dict[str, float]:
             grads = torch.autograd.grad(out.square().sum(), split)
             whole = [x.full_tensor() for x in (out, lse, *grads)]
             found[f"{name}, {how}"] = largest_difference(whole, expected)
+    return found
+
+
+LINE = Neighbourhood((12,), 4, is_causal=True)
+STARTS = {"query_start": torch.tensor([3, 8]), "key_start": torch.tensor([2, 5])}
+# By a name: the pattern, the cells that q has, entries of a bias, tensors by batch, other options.
+WITH_OPTIONS = {
+    "windows by head with a bias": (BY_HEAD, 12, (5, 5), {}, {}),
+    "a box": (NEAR, 4, (5, 5), {}, {"query_box": ((1, 2), (0, 4))}),
+    "a union": (PATTERNS["union"], 12, (), {}, {}),
+    "unequal starts": (LINE, 3, (7,), STARTS, {}),
+}
+
+
+def compared_with_options() -> dict[str, float]:
+    """The error of joint attention with a bias, a box or starts, and of all gradients, against brute force."""
+    mesh, drawn_whole, found = init_device_mesh("cpu", (1, 2)), drawn(), {}
+    generator = torch.Generator().manual_seed(1)
+    for name, (pattern, cells, entries, starts, options) in WITH_OPTIONS.items():
+        tensors = {key: drawn_whole[key] for key in ("q", "k", "v", "extra_k", "extra_v")}
+        tensors["q"] = tensors["q"][:, :cells].contiguous()
+        tensors["extra_q"] = torch.randn(2, 5, 8, 4, generator=generator, dtype=torch.float64)
+        if entries:
+            tensors["bias"] = torch.randn(8, *entries, generator=generator, dtype=torch.float64)
+        by_batch = starts | {key: drawn_whole[key] for key in ("key_padding_mask", "extra_padding_mask")}
+
+        def run(call, leaves, more, pattern=pattern, options=options):
+            out, lse, extra_out, extra_lse = call(**leaves, pattern=pattern, **more, **options)
+            loss = sum(x.square().sum() for x in (out, extra_out))
+            return [out, lse, extra_out, extra_lse, *torch.autograd.grad(loss, list(leaves.values()))]
+
+        leaves = {key: x.clone().requires_grad_() for key, x in tensors.items()}
+        expected = run(oracle.joint_attention, leaves, by_batch)
+        for how, placements in PLACED.items():
+            of_batch = [Shard(0) if place == Shard(0) else Replicate() for place in placements]
+            of_heads = [Shard(0) if place == Shard(2) else Replicate() for place in placements]
+            split = {
+                key: distribute_tensor(x, mesh, of_heads if key == "bias" else placements).requires_grad_()
+                for key, x in tensors.items()
+            }
+            more = {key: distribute_tensor(x, mesh, of_batch) for key, x in by_batch.items()}
+            results = run(partial(attend, return_lse=True), split, more)
+            found[f"{name}, {how}"] = largest_difference([x.full_tensor() for x in results], expected)
     return found
 
 
@@ -152,6 +196,10 @@ def refused() -> dict[str, str]:
         "no k": partial(attend, q, None, v, NEAR),
         "a plain q": partial(attend, plain["q"], k, v, NEAR),
         "a plain mask": partial(attend, q, k, v, NEAR, key_padding_mask=hidden),
+        "a plain bias": partial(attend, q, k, v, NEAR, bias=torch.zeros(8, 5, 5, dtype=torch.float64)),
+        "a bias by batch": partial(
+            attend, q, k, v, NEAR, bias=distribute_tensor(torch.zeros(8, 5, 5).double(), mesh, [Replicate()])
+        ),
         "a mask alone": partial(
             attend, *(plain[x] for x in "qkv"), NEAR, key_padding_mask=placed("key_padding_mask", Shard(0))
         ),

@@ -1,8 +1,8 @@
 """DTensors as q, k and v: every rank attends with the sequences and heads that it holds, and nothing is sent.
 
 The results are DTensors placed as q is. A split of the sequence needs a ring, over ranks outside the mesh. Windows that
-differ by head are split with their heads. Offsets by head are split where the rates divide the number of heads of a
-rank.
+differ by head are split with their heads, and so is a bias. Offsets by head are split where the rates divide the number
+of heads of a rank.
 """
 
 from collections.abc import Callable, Collection
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from hilbert_lib.attention.transforms import is_dtensor
 from hilbert_lib.attention.validation import check_axes
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern
 
 BATCH, HEADS = 0, 2  # dimensions of q, k and v
 AS_Q = ("extra_q", "extra_k", "extra_v")  # the options that are placed as q is
 BY_BATCH = ("key_padding_mask", "extra_padding_mask", "query_start", "key_start")  # those that have no heads
+BY_HEADS = "bias"  # the one that has no batch: (heads, ...)
 HINT = "x.redistribute() places it anew, x.to_local() is this rank's part, and ring_attend splits a sequence"
 
 
@@ -43,7 +45,7 @@ def local_call(
     tensors: q, k and v. ring_ranks: those that a sequence or grid is spread over. TypeError or ValueError, on all ranks
     alike, unless all tensors are DTensors and each rank can compute its part alone, or with its ring.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     q = tensors["q"]
     if not is_dtensor(q):
@@ -60,13 +62,15 @@ def local_call(
         raise ValueError(f"q must be a DTensor that is {allowed}; got {placements}: {HINT}")
     of_batch = tuple(Shard(0) if split == BATCH else Replicate() for split in splits)
 
-    def local(name: str, x: Tensor, expected: tuple) -> Tensor:
+    of_heads = tuple(Shard(0) if split == HEADS else Replicate() for split in splits)
+
+    def local(name: str, x: Tensor, expected: tuple, of_gradient: tuple | None = None) -> Tensor:
         if not is_dtensor(x):
             raise TypeError(f"{name} must be a DTensor, as q is, got {type(x).__name__}: distribute_tensor makes one")
         if x.device_mesh != mesh or x.placements != expected:
             where = "" if x.device_mesh == mesh else " on another mesh"
             raise ValueError(f"{name} must be placed by {expected}, as q is, got {x.placements}{where}: {HINT}")
-        return x.to_local()
+        return x.to_local(grad_placements=of_gradient)
 
     local_tensors = []
     for name, x in tensors.items():
@@ -76,15 +80,23 @@ def local_call(
     for name, x in options.items():
         if name in AS_Q + BY_BATCH and isinstance(x, Tensor):
             local_options[name] = local(name, x, placements if name in AS_Q else of_batch)
+        elif name == BY_HEADS and isinstance(x, Tensor):
+            # A rank's gradient is that of its own sequences.
+            pairs = zip(splits, of_heads, strict=True)
+            of_gradient = tuple(Partial() if split == BATCH else place for split, place in pairs)
+            local_options[name] = local(name, x, of_heads, of_gradient)
         elif isinstance(x, Tensor):
             raise ValueError(f"{name} must be None where q is a DTensor, got a tensor of shape {tuple(x.shape)}")
     if options.get("dropout_p"):
         got = f"got {options['dropout_p']}"
         raise ValueError(f"dropout_p must be 0.0 where q is a DTensor, whose ranks would drop the same places; {got}")
     by_heads = [axis for axis, split in enumerate(splits) if split == HEADS]
-    pattern = _local_pattern(pattern, tensors["k"].shape[HEADS], [mesh.size(n) for n in by_heads], [
+    whole, kv_heads = pattern, tensors["k"].shape[HEADS]
+    pattern = _local_pattern(whole, kv_heads, [mesh.size(n) for n in by_heads], [
         mesh.get_local_rank(n) for n in by_heads
     ])  # fmt: skip
+    if isinstance(local_options.get(BY_HEADS), Tensor):
+        local_options[BY_HEADS] = _within_windows(local_options[BY_HEADS], whole.of_heads(kv_heads), pattern)
     batch, heads = q.shape[BATCH], q.shape[HEADS]
 
     def as_dtensor(x: Tensor) -> Tensor:
@@ -111,3 +123,12 @@ def _local_pattern(pattern: Pattern, kv_heads: int, counts: list[int], numbers: 
     # Of every rank: all raise, or none.
     patterns = [pattern.of_head_range(range(n * size, (n + 1) * size), kv_heads) for n in range(parts)]
     return patterns[number]
+
+
+def _within_windows(bias: Tensor, whole: Pattern, own: Pattern) -> Tensor:
+    # A table for the largest windows of all heads, cut to those of this rank's heads; its centre is the query's cell.
+    if not isinstance(whole, HeadNeighbourhoods) or tuple(bias.shape[1:]) != whole.bias_sides:
+        return bias
+    for axis, (entries, kept) in enumerate(zip(whole.bias_sides, own.bias_sides, strict=True)):
+        bias = bias.narrow(1 + axis, (entries - kept) // 2, kept)
+    return bias

@@ -18,6 +18,7 @@ MESHES = {2: [(1, 2), (2, 1)], 4: [(2, 2)]}  # by the number of ranks, how many 
 CALLS = {2: [["model_ranks:by_batch", {}], ["model_ranks:over_tokens", {}]], 4: []}
 CALLS[2] += [["model_ranks:over_points", {"has_keys": has_keys}] for has_keys in (False, True)]
 CALLS[2] += [["dtensor_ranks:compared", {}], ["dtensor_ranks:refused", {}]]
+CALLS[2] += [["dtensor_ranks:compared_with_options", {}]]
 CALLS[4] += [["dtensor_ranks:in_rings", {}], ["dtensor_ranks:refused_in_rings", {}]]
 for ranks, meshes in MESHES.items():
     CALLS[ranks] += [["model_ranks:in_parallel", {"sequence": sequence, "heads": heads}] for sequence, heads in meshes]
@@ -30,6 +31,8 @@ SAID = {
     "no k": "TypeError: k must be a DTensor, as q is, got NoneType",
     "a plain q": "TypeError: q must be a DTensor, as another tensor is, got Tensor",
     "a plain mask": "TypeError: key_padding_mask must be a DTensor, as q is",
+    "a plain bias": "TypeError: bias must be a DTensor, as q is, got Tensor",
+    "a bias by batch": r"ValueError: bias must be placed by \(Shard\(dim=0\),\), as q is, got \(Replicate\(\),\)",
     "a mask alone": "TypeError: q must be a DTensor, as another tensor is",
     "dropout": "ValueError: dropout_p must be 0.0 where q is a DTensor, .* got 0.1",
     "weights": "TypeError: q must be a tensor of this rank, got a DTensor",
@@ -90,6 +93,12 @@ def test_ranks_that_share_the_sequence_and_the_heads_learn_as_one_process():
 
 def test_results_and_gradients_of_dtensors_are_those_of_whole_tensors():
     for errors in answers(2, ["dtensor_ranks:compared", {}]):
+        assert len(errors) == 16
+        assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
+
+
+def test_options_of_dtensors_are_those_of_whole_tensors():
+    for errors in answers(2, ["dtensor_ranks:compared_with_options", {}]):
         assert len(errors) == 16
         assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
 
