@@ -41,7 +41,8 @@ def drawn() -> dict[str, torch.Tensor]:
         name: torch.randn(2, *sizes, 4, generator=generator, dtype=torch.float64) for name, sizes in heads.items()
     }
     masks = {"key_padding_mask": 12, "extra_padding_mask": 2}
-    return tensors | {name: torch.rand(2, rows, generator=generator) < 0.3 for name, rows in masks.items()}
+    tensors |= {name: torch.rand(2, rows, generator=generator) < 0.3 for name, rows in masks.items()}
+    return tensors | {"bias": torch.randn(8, 5, 5, generator=generator, dtype=torch.float64)}
 
 
 def compared() -> dict[str, float]:
@@ -52,7 +53,11 @@ def compared() -> dict[str, float]:
         expected = expected_of(pattern, tensors)
         for how, placements in PLACED.items():
             of_batch = [Shard(0) if place == Shard(0) else Replicate() for place in placements]
-            split = [distribute_tensor(tensors[x], mesh, placements).requires_grad_() for x in names]
+            of_heads = [Shard(0) if place == Shard(2) else Replicate() for place in placements]
+            split = [
+                distribute_tensor(tensors[x], mesh, of_heads if x == "bias" else placements).requires_grad_()
+                for x in names
+            ]
             split_masks = {mask: distribute_tensor(tensors[mask], mesh, of_batch) for mask in masks}
             extra = dict(zip(names[3:], split[3:], strict=True))
             out, lse = attend(*split[:3], pattern, return_lse=True, **extra, **split_masks)
@@ -110,7 +115,8 @@ def arguments_of(pattern) -> tuple[list[str], list[str]]:
     """The tensors and the masks that a pattern is called with."""
     if isinstance(pattern, DilatedPattern):
         return ["q", "k", "v"], ["key_padding_mask"]
-    return ["q", "k", "v", "extra_k", "extra_v"], ["key_padding_mask", "extra_padding_mask"]
+    bias = ["bias"] * isinstance(pattern, HeadNeighbourhoods)
+    return ["q", "k", "v", "extra_k", "extra_v", *bias], ["key_padding_mask", "extra_padding_mask"]
 
 
 def expected_of(pattern, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -141,10 +147,15 @@ def in_rings() -> dict[str, float]:
         expected = [
             expected[0][:, own], expected[1][:, :, own], *(x[:, own] for x in expected[2:5]), *expected[5:]
         ]  # fmt: skip
-        local = {x: tensors[x] if x.startswith("extra") else tensors[x][:, own] for x in (*names, *masks)}
+        shared = "extra_k", "extra_v", "extra_padding_mask", "bias"
+        local = {x: tensors[x] if x in shared else tensors[x][:, own] for x in (*names, *masks)}
         for placement in (Replicate(), Shard(0), Shard(2)):
             of_batch = placement if placement == Shard(0) else Replicate()
-            split = [distribute_tensor(local[x], heads, [placement]).requires_grad_() for x in names]
+            of_heads = Shard(0) if placement == Shard(2) else Replicate()
+            split = [
+                distribute_tensor(local[x], heads, [of_heads if x == "bias" else placement]).requires_grad_()
+                for x in names
+            ]
             options = {mask: distribute_tensor(local[mask], heads, [of_batch]) for mask in masks}
             options |= dict(zip(names[3:], split[3:], strict=True))
             options |= {} if is_along else {"shards": shards}
@@ -152,7 +163,7 @@ def in_rings() -> dict[str, float]:
             assert out.placements == (placement,)
             grads = torch.autograd.grad(out.square().sum(), split)
             whole = [x.full_tensor() for x in (out, lse, *grads)]
-            for gradient in whole[5:]:  # of extra keys: each rank has the part of its own queries
+            for gradient in whole[5:]:  # of extra keys and a bias: each rank has the part of its own queries
                 dist.all_reduce(gradient, group=tokens.get_group())
             found[f"{name}, {placement}"] = largest_difference(whole, expected)
     return found
