@@ -162,10 +162,17 @@ def integers(
 
 def countable(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The sides of a grid, if its cells are at most LARGEST_SIZE; else ValueError."""
-    is_known = all(type(length) is int for length in shape)  # not of torch.compile's symbols, which this would bind
-    if is_known and math.prod(shape) > LARGEST_SIZE:
+    if not any(map(is_symbol, shape)) and math.prod(shape) > LARGEST_SIZE:
         raise ValueError(f"{name} must hold at most {LARGEST_SIZE} cells, got {shape}")
     return shape
+
+
+def is_symbol(size: int) -> bool:
+    """Whether a size may be a symbol of torch.compile or torch.export, which a comparison with a bound would bind.
+
+    In a strict export symbols look like integers.
+    """
+    return isinstance(size, torch.SymInt) or torch.compiler.is_exporting()
 
 
 def is_listed(values: object) -> bool:

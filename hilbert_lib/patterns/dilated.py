@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from hilbert_lib.checks import grouped, integer, integers, one_of, positive
+from hilbert_lib.checks import grouped, integer, integers, is_symbol, one_of, positive
 from hilbert_lib.patterns.pattern import Pattern, Specification
 from hilbert_lib.patterns.residues import covered, rows_in_segment
 
@@ -78,7 +78,7 @@ class DilatedPattern(Pattern):
                 f"got {len(self.dilation_rates)}: {self.dilation_rates}"
             )
         for w, r in self.branches:
-            if w > LARGEST:
+            if not is_symbol(w) and w > LARGEST:
                 raise ValueError(f"segment_lengths must be at most 2^63 - 1, got {w}")
             if r > w:
                 raise ValueError(f"dilation_rates must be from 1 to the segment length {w}, got {r}")

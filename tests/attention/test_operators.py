@@ -202,6 +202,25 @@ def test_a_layer_that_is_exported_once_serves_every_grid():
         assert torch.equal(exported.module()(x, **options), layer(x, **options))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_joint_attention_that_is_exported_once_serves_every_number_of_tokens(axes, strict):
+    layer = NeighbourhoodAttention(8, 2, window=(3,) * axes, relative_bias=True).eval()
+    batch, tokens = (torch.export.Dim(name) for name in ("batch", "tokens"))
+    grid = {0: batch} | {1 + axis: torch.export.Dim(f"side{axis}") for axis in range(axes)}
+    exported = torch.export.export(
+        layer,
+        (torch.randn(2, *(4, 6)[:axes], 8),),
+        {"extra": torch.randn(2, 3, 8), "return_extra": True},
+        dynamic_shapes={"x": grid, "extra": {0: batch, 1: tokens}, "return_extra": None},
+        strict=strict,
+    )
+    # More cells than extra tokens, fewer, and one of each.
+    for count, sides, extra in ((3, (7, 5), 2), (2, (2, 2), 9), (1, (1, 1), 1)):
+        x, options = torch.randn(count, *sides[:axes], 8), {"extra": torch.randn(count, extra, 8), "return_extra": True}
+        assert all(map(torch.equal, exported.module()(x, **options), layer(x, **options)))
+
+
 def test_another_step_of_decoding_is_not_compiled_again():
     def step(q, k, v, position):
         return dilated_attention(q, k, v, PATTERN, query_start=position)
