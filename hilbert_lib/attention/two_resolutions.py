@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import log, prod
 
@@ -10,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import neighbourhood_attention
+from hilbert_lib.attention.api import UNSERVED, neighbourhood_attention
 from hilbert_lib.attention.merge import merge_attention
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 
 @checks.unscripted
-@checks.suggesting
+@partial(checks.suggesting, unserved=UNSERVED)
 def two_resolution_attention(
     q: Tensor,
     k: Tensor,

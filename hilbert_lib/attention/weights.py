@@ -3,6 +3,7 @@
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hilbert_lib.attention.api import QueryBox
+from hilbert_lib.attention.api import UNSERVED, QueryBox
 from hilbert_lib.attention.documents import rows_of
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import begins_of, query_positions
@@ -49,7 +50,7 @@ class _Keys(NamedTuple):
 
 @untraced
 @unscripted
-@suggesting
+@partial(suggesting, unserved=UNSERVED)
 def attention_weights(
     q: Tensor,
     k: Tensor,

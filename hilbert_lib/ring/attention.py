@@ -147,7 +147,7 @@ def ring_attend(
 
 @untraced  # torch.compile cannot trace collectives that are waited for later
 @unscripted
-@suggesting
+@partial(suggesting, unserved=UNSERVED)
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,

@@ -28,9 +28,14 @@ from hilbert_lib import (
     Ordering,
     PointNeighbourhood,
     attend,
+    attention_weights,
     dilated_attention,
     explain_backend,
     neighbourhood_attention,
+    ring_attend,
+    ring_dilated_attention,
+    ring_neighbourhood_attention,
+    two_resolution_attention,
 )
 from hilbert_lib.attention.backends import backend, strided
 from hilbert_lib.attention.backends.dense import Eager
@@ -318,8 +323,12 @@ def test_bad_input_names_argument_value_and_what_is_allowed(error, call, words):
             function(**call)
 
 
+CAPPED = [attend, dilated_attention, neighbourhood_attention, attention_weights, two_resolution_attention]
+CAPPED += [ring_attend, ring_dilated_attention, ring_neighbourhood_attention]
+
+
 @pytest.mark.parametrize("name", ["softcap", "logits_soft_cap"])
-@pytest.mark.parametrize("function", [attend, dilated_attention, neighbourhood_attention])
+@pytest.mark.parametrize("function", CAPPED, ids=lambda each: each.__name__)
 def test_a_cap_of_scores_is_refused_with_the_reason(function, name):
     with pytest.raises(TypeError, match=f"{function.__name__} serves no {name}: no backend bounds scores by a tanh"):
         function(X, X, X, ALIGNED, **{name: 30.0})
