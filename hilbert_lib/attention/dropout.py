@@ -38,20 +38,17 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     Every word is an int64 tensor that holds an unsigned 32-bit number; all broadcast. Salmon et al., "Parallel random
     numbers: as easy as 1, 2, 3", SC 2011.
     """
-    a, b, c, d = torch.broadcast_tensors(*counter)
+    # The first rounds are not of all pairs: a word there depends on few of the counter's, and has no more than their
+    # shape.
+    a, b, c, d = counter
     k0, k1 = key
     for _ in range(10):
-        high_a, low_a = _multiply(a, 0xD2511F53)
-        high_c, low_c = _multiply(c, 0xCD9E8D57)
-        a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
+        # An int64 product wraps, and so holds all of its 64 bits: the high word is wanted now, the low one in the next
+        # round, which drops what stands above it.
+        of_a, of_c = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = ((of_c >> 32) ^ b ^ k0) & _LOW, of_c, ((of_a >> 32) ^ d ^ k1) & _LOW, of_a
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return a, b, c, d
-
-
-def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    # High and low word of a 32 by 32 bit product. An int64 product wraps, and so holds all of its 64 bits.
-    product = word * factor
-    return (product >> 32) & _LOW, product & _LOW
+    return a, b & _LOW, c, d & _LOW
 
 
 def keep_mask(
@@ -72,8 +69,15 @@ def keep_mask(
             seed, batch, head, number, queries, keys
         )
     key_number = keys % segment_length // rate
-    counter = key_number // 4, queries, head | number << 16, batch
-    first, second, third, fourth = philox(counter, (seed & _LOW, (seed >> 32) & _LOW))
+    name, key = (head | number << 16, batch), (seed & _LOW, (seed >> 32) & _LOW)
+    # As a rule every four keys of a segment are there: then no Philox is computed for more than one of them.
+    fours = keys.shape[-1] if isinstance(segment_length, Tensor) else (segment_length - 1) // rate // 4 + 1
+    if fours <= keys.shape[-1] // 2:
+        four = torch.arange(fours, device=keys.device)
+        words = torch.stack(philox((four, queries, *name), key), -1).flatten(-2)
+        number = key_number[(None,) * (words.ndim - key_number.ndim)]
+        return torch.take_along_dim(words >= drop_below(dropout_p), number, -1)
+    first, second, third, fourth = philox((key_number // 4, queries, *name), key)
     which = key_number % 4
     bits = torch.where(which < 2, torch.where(which == 0, first, second), torch.where(which == 2, third, fourth))
     return bits >= drop_below(dropout_p)
