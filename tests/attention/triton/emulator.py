@@ -196,52 +196,48 @@ def on_registers(asm: str, constraints: str, args: list, pack: int) -> Value:
     """What assembly computes of products in registers, or of a word in each thread of a row."""
     tiles = np.broadcast_arrays(*map(raw, args))
     calls = [of_threads(x).reshape(-1, pack, 128) for x in tiles]
-    registers = {f"${pack + n * pack + i}": x[:, i] for n, x in enumerate(calls) for i in range(pack)}
-    lines, shared = lines_of(asm, constraints, pack)
-    for result, operand in shared:
-        registers[result] = registers[operand]
-    for guard, to, compute, read in lines:
-        found = compute(*[registers[x] if type(x) is str else x for x in read])
-        if guard is not None:
-            found = np.where(registers[guard], found, registers[to])
-        registers[to] = found
-    return Value(of_tile(np.stack([registers[f"${i}"] for i in range(pack)], 1).reshape(-1, 128), tiles[0].shape))
+    calls = [x if x.dtype == np.float32 else word(x) for x in calls]
+    found = function_of(asm, constraints, pack)(*(x[:, i] for x in calls for i in range(pack)))
+    return Value(of_tile(np.stack(found, 1).reshape(-1, 128), tiles[0].shape))
 
 
 @lru_cache
-def lines_of(asm: str, constraints: str, pack: int) -> tuple[list[tuple], list[tuple[str, str]]]:
-    """The lines of assembly, which run for all threads of four warps, and results that take an operand's register.
+def function_of(asm: str, constraints: str, pack: int) -> Callable:
+    """A function of operands, element by element, that gives the results of assembly for all threads of four warps.
 
-    A line has the predicate of the threads for which it runs, or None; the register that it writes; the function that
-    computes it; and what this reads: names of registers, and numbers.
+    It is Python of one line for each that writes a register, which is a variable.
     """
-    lines = []
-    for line in re.findall(r"(?:[^;{}]|\{[^;{}]*\})+;", asm):
-        lines += parsed(line.strip("; \n"))
     operands = enumerate(constraints.split(",")[pack:])
-    return lines, [(f"${constraint}", f"${pack + i}") for i, constraint in operands if constraint.isdigit()]
+    lines = [f"r{constraint} = r{pack + i}" for i, constraint in operands if constraint.isdigit()]
+    for line in re.findall(r"(?:[^;{}]|\{[^;{}]*\})+;", asm):
+        lines += as_python(line.strip("; \n"))
+    given = ", ".join(f"r{pack + i}" for i, _ in enumerate(constraints.split(",")[pack:]))
+    results = ", ".join(f"r{i}" for i in range(pack))
+    names = {}
+    text = "\n    ".join([f"def compute({given}):", *lines, f"return [{results}]"])
+    exec(text, {"np": np, "halves": halves, "chosen_bytes": chosen_bytes}, names)
+    return names["compute"]
 
 
-def parsed(line: str) -> list[tuple]:
-    """A line of assembly as `lines_of` has it: none that names registers, two of one that writes two of them."""
+def as_python(line: str) -> list[str]:
+    """A line of assembly as Python: none that names registers, two of one that writes two of them."""
     guard = re.match(r"@(\w+) ", line)
     name, _, rest = line.removeprefix(guard[0] if guard else "").partition(" ")
-    guard = guard and guard[1]
     if name == ".reg":
         return []
-    if name == "mov.b64":
+    if name == "mov.b64":  # the halves of words of 64 bits, as they lie in memory
         low, high, wide = re.match(r"\{(\w+), (\w+)\}, (\w+)", rest).groups()
-        return [(guard, low, word, [wide]), (guard, high, lambda x: word(x >> np.uint64(32)), [wide])]
-    to, *read = [x.strip() for x in rest.split(",")]
+        return [f"{low}, {high} = halves({wide})"]
+    to, *read = [x.strip().replace("$", "r") for x in rest.split(",")]
     if name.startswith("shfl.sync.bfly"):
-        lanes = np.arange(128) ^ int(read[1])
-        return [(guard, to, lambda x: word(x[:, lanes]), read[:1])]
-    return [(guard, to, COMPUTED[name], [x if x.startswith("$") or x.isidentifier() else number_of(x) for x in read])]
+        return [f"{to} = {read[0]}[:, np.arange(128) ^ {int(read[1])}]"]
+    computed = COMPUTED[name].format(*(x if x.isidentifier() else number_of(x) for x in read))
+    return [f"{to} = np.where({guard[1]}, {computed}, {to})" if guard else f"{to} = {computed}"]
 
 
-def number_of(text: str) -> np.float32 | np.uint32:
-    """A number as assembly writes it."""
-    return np.float32(0) if text == "0f00000000" else np.uint32(int(text, 0) & 0xFFFFFFFF)
+def number_of(text: str) -> str:
+    """A number of assembly as Python."""
+    return "np.float32(0)" if text == "0f00000000" else str(int(text, 0) & 0xFFFFFFFF)
 
 
 def word(x) -> np.ndarray:
@@ -249,10 +245,16 @@ def word(x) -> np.ndarray:
     return x if x.dtype == np.uint32 else x.astype(np.uint32)
 
 
+def halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The low and the high words of words of 64 bits."""
+    both = words.view(np.uint32)
+    return both[:, ::2], both[:, 1::2]
+
+
 def chosen_bytes(words: np.ndarray, others: np.ndarray, selectors: np.ndarray) -> np.ndarray:
     """Bytes of words and of others, as prmt chooses them."""
-    both = word(words) | word(others).astype(np.uint64) << np.uint64(32)
-    found, selectors = np.zeros_like(word(words)), word(selectors)
+    both = words | others.astype(np.uint64) << np.uint64(32)
+    found = np.zeros_like(words)
     for byte in range(4):
         chosen = selectors >> np.uint32(4 * byte) & np.uint32(15)
         if (chosen > 7).any():
@@ -261,17 +263,17 @@ def chosen_bytes(words: np.ndarray, others: np.ndarray, selectors: np.ndarray) -
     return found
 
 
-COMPUTED = {  # by the names of instructions
-    "mov.b32": word,
-    "xor.b32": lambda x, y: word(x) ^ word(y),
-    "or.b32": lambda x, y: word(x) | word(y),
-    "and.b32": lambda x, y: word(x) & word(y),
-    "add.s32": lambda x, y: word(x) + word(y),
-    "mul.wide.u32": lambda x, y: word(x).astype(np.uint64) * word(y),
-    "setp.gt.u32": lambda x, y: word(x) > word(y),
-    "setp.ne.b32": lambda x, y: word(x) != word(y),
-    "selp.f32": lambda x, y, chosen: np.where(chosen, x, y),
-    "prmt.b32": chosen_bytes,
+COMPUTED = {  # Python, by the names of instructions
+    "mov.b32": "{}",
+    "xor.b32": "{} ^ {}",
+    "or.b32": "{} | {}",
+    "and.b32": "{} & {}",
+    "add.s32": "{} + {}",
+    "mul.wide.u32": "np.multiply({}, {}, dtype=np.uint64)",
+    "setp.gt.u32": "{} > {}",
+    "setp.ne.b32": "{} != {}",
+    "selp.f32": "np.where({2}, {0}, {1})",
+    "prmt.b32": "chosen_bytes({}, {}, {})",
 }
 
 
