@@ -12,6 +12,9 @@ GRID_MODULES = {
     "hopper.bias_tables",
     "hopper.wide",
 }
+# Which no forward runs.
+OF_BACKWARD = {f"hopper.{name}" for name in ("backward", "queries", "wide_keys", "wide_queries")}
+OF_BACKWARD |= {"hopper.grid_backward", "hopper.grid_wide_backward"}
 
 
 class Mutation(NamedTuple):
@@ -29,6 +32,11 @@ class Mutation(NamedTuple):
     def is_on_grid(self) -> bool:
         """Whether neighbourhoods run the module; dilated attention runs the others."""
         return self.module.startswith("hopper.grid_") or self.module in GRID_MODULES
+
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether no forward runs the module."""
+        return self.module in OF_BACKWARD
 
 
 def parsed(text: str) -> list[Mutation]:

@@ -139,18 +139,40 @@ def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str,
 
 
 def results_for(sources, case: Case, tensors: tuple, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
-    q, k, v, dout = tensors
-    call = request_of(case)
     sources.starts.clear()
+    forward = forward_of(sources, case, tensors, is_deterministic)
+    return forward | backward_of(sources, case, tensors, forward, is_deterministic)
+
+
+def forward_of(sources, case: Case, tensors: tuple, is_deterministic: bool) -> dict[str, torch.Tensor]:
     with determinism(is_deterministic):
-        out, lse = sources.launch.forward_on_hopper(Tensors(q, k, v), call)
-        grads = sources.launch.backward_on_hopper(dout, Tensors(q, k, v), out, lse, call)
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+        results = sources.launch.forward_on_hopper(Tensors(*tensors[:3]), request_of(case))
+    return dict(zip(("out", "lse"), results, strict=True))
 
 
-def fault_of(sources, case: Case, is_deterministic: bool = False) -> str | None:
+def backward_of(sources, case: Case, tensors: tuple, forward: dict, is_deterministic: bool) -> dict[str, torch.Tensor]:
+    *inputs, dout = tensors
+    with determinism(is_deterministic):
+        grads = sources.launch.backward_on_hopper(dout, Tensors(*inputs), *forward.values(), request_of(case))
+    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+
+def fault_of(sources, case: Case, is_deterministic: bool = False, is_forward_given: bool = False) -> str | None:
+    """What is wrong; of the forward first, after which no backward runs.
+
+    is_forward_given: the backward goes on from what is right, and no forward runs.
+    """
+    tensors, right = expected(case)
+    tensors = [stored(x, case.layout) for x in tensors]
+    sources.starts.clear()
     try:
-        results = results_of(sources, case, is_deterministic)
+        if is_forward_given:
+            results = {"out": right[0].to(case.dtype).contiguous(), "lse": right[1].float()}
+        else:
+            results = forward_of(sources, case, tensors, is_deterministic)
+            if wrong := fault_in(sources, case, results):
+                return wrong
+        results = backward_of(sources, case, tensors, results, is_deterministic)
     except emulator.Fault as fault:
         return str(fault)
     if has_run_again(sources):
@@ -166,7 +188,8 @@ def fault_in(sources, case: Case, results: dict[str, torch.Tensor]) -> str | Non
     launches = len({each.named["branches"] for each in sources.starts if "branches" in each.named})
     # Each launch rounds what it adds to.
     bound = (NORM_TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
-    return emulator.wrong(results, expected(case)[1], bound)
+    right = dict(zip(("out", "lse", "dq", "dk", "dv"), expected(case)[1], strict=True))
+    return emulator.wrong(results, [right[name] for name in results], bound)
 
 
 @pytest.fixture(scope="module")

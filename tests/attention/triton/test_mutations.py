@@ -18,19 +18,23 @@ ON_SEQUENCES = (*range(test_emulated.CASES), *PADDED, *DROPPED, *HEADS)
 ON_GRIDS = (*range(len(GRIDS)), *BOXED)
 
 
+def of_sequence(case: int | str) -> tuple[test_emulated.Case, bool]:
+    """A random call along a sequence, and whether torch asks for determinism."""
+    if case in PADDED:
+        seed, mask = PADDED[case]
+        return test_emulated.drawn(seed)._replace(mask=mask), False
+    if case in DROPPED:
+        return test_emulated.dropping(int(case.removeprefix("dropout ")), *DROPPED[case])
+    if case in HEADS:
+        return test_emulated.widened(*HEADS[case])
+    return test_emulated.drawn(case), False
+
+
 def is_seen(mutation: Mutation, case: int | str) -> bool:
     """Whether a random call, a special grid or a part of a grid shows that a source was edited."""
     sources = emulator.edited(mutation)
-    if case in PADDED:
-        seed, mask = PADDED[case]
-        return bool(test_emulated.fault_of(sources, test_emulated.drawn(seed)._replace(mask=mask)))
-    if case in DROPPED:
-        seed = int(case.removeprefix("dropout "))
-        return bool(test_emulated.fault_of(sources, *test_emulated.dropping(seed, *DROPPED[case])))
-    if case in HEADS:
-        return bool(test_emulated.fault_of(sources, *test_emulated.widened(*HEADS[case])))
-    if not mutation.is_on_grid:
-        return bool(test_emulated.fault_of(sources, test_emulated.drawn(case)))
+    if not mutation.is_on_grid or case in ON_SEQUENCES[test_emulated.CASES :]:  # some modules are of both
+        return bool(test_emulated.fault_of(sources, *of_sequence(case), is_forward_given=mutation.is_of_backward))
     if case in BOXED:
         try:
             test_emulated_grid.run_part(sources, case)
@@ -50,7 +54,7 @@ def is_seen(mutation: Mutation, case: int | str) -> bool:
         cases = [whole(case.removeprefix("whole "))]
     else:
         cases = special(case) if case in SPECIAL else [drawn_grid(case)]
-    return any(test_emulated_grid.fault_of(sources, each) for each in cases)
+    return any(test_emulated_grid.fault_of(sources, each, mutation.is_of_backward) for each in cases)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.why)
@@ -58,3 +62,13 @@ def test_an_edited_source_fails(mutation):
     # The case that showed it first: others may once the sources or the order of threads have changed.
     cases = ON_GRIDS if mutation.is_on_grid else ON_SEQUENCES
     assert any(is_seen(mutation, case) for case in (mutation.seed, *cases))
+
+
+@pytest.mark.parametrize("case", [1, "mask 0", "dropout 1", "heads 4"])
+def test_a_source_as_it_is_does_not_fail_from_a_forward_that_is_given(case):
+    assert test_emulated.fault_of(emulator.Sources(), *of_sequence(case), is_forward_given=True) is None
+
+
+@pytest.mark.parametrize("number", [0, 9])
+def test_nor_does_that_of_a_grid(number):
+    assert test_emulated_grid.fault_of(emulator.Sources(), drawn_grid(number), is_forward_given=True) is None
