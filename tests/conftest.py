@@ -13,6 +13,7 @@ import torch
 from copied_calls import copy_calls
 from hypothesis import settings
 from interpreted import confine
+from untimed_guards import leave_guards_untimed
 
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import MACHINES, REPORTS
@@ -55,10 +56,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    # torch.compile times its guards with the processor's caches flushed, a tenth of a compilation, and logs the figure.
-    guards = sys.modules.get("torch._dynamo.guards")
-    if hasattr(guards, "profile_guard_manager"):
-        guards.profile_guard_manager = lambda *_: 0.0
+    leave_guards_untimed()
 
 
 @pytest.fixture

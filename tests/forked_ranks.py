@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from untimed_guards import leave_guards_untimed
 
 from hilbert_lib.launch import isolated, worker_main, workers
 
@@ -41,6 +42,7 @@ def launch(options: list[str]) -> Iterator[dict]:
     """As `workers.launch`, of copied ranks."""
     for module in os.environ[HAVING].split():
         importlib.import_module(module)
+    leave_guards_untimed()
     SubprocessHandler._popen = lambda handler, command, environment: Rank(
         command, environment, handler._stdout.fileno(), handler._stderr.fileno()
     )
