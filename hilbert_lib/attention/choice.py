@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
+from hilbert_lib.attention.backends.all_pairs import is_short
 from hilbert_lib.attention.backends.backend import Backend, is_exporting
 from hilbert_lib.attention.backends.registry import WITHOUT_BUILD, backends_for
 from hilbert_lib.attention.documents import LOOPED
@@ -21,6 +22,7 @@ from hilbert_lib.attention.rules import (
     HALF_RULES,
     POINTS,
     Rule,
+    first_of_short,
     grid_rule,
     on_architecture,
 )
@@ -68,12 +70,15 @@ class Explanation:
         return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in rows.items())
 
 
-def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = False) -> Rule:
+def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = False, k: Tensor | None = None) -> Rule:
     """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's.
 
-    through_table: whether k and v of a sequence are to be found through a table, where a backend reads one.
+    through_table: whether k and v of a sequence are to be found through a table, where a backend reads one. k: may be
+    left out where the rule does not hang on the number of keys: that of extra queries does.
     """
     rule = _rule_for(q, call, gradient=gradient)
+    if k is not None and isinstance(call.pattern, AllPairs) and _is_bound_by_host(q, k):
+        rule = _that_serves(first_of_short(rule), call)
     return _of_tables(rule) if through_table else rule
 
 
@@ -99,6 +104,13 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
     return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
+
+
+def _is_bound_by_host(q: Tensor, k: Tensor) -> bool:
+    # Of extra queries: whether their host takes longer than their device. A compiled program has no such host, and
+    # must not hang on the number of keys.
+    is_half = q.device.type == "cuda" and q.dtype.itemsize == 2
+    return is_half and not torch.compiler.is_compiling() and is_short(q, k)
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:
@@ -140,7 +152,7 @@ def choose(
     """
     asked = (name,)
     if name == "auto":
-        rule = rule_for(q, call, gradient=gradient, through_table=through_table)
+        rule = rule_for(q, call, gradient=gradient, through_table=through_table, k=k)
         asked = compiling(call.pattern.function, rule.order, q)
         if lse_gradient:
             backends = backends_for(call.pattern)
@@ -204,7 +216,7 @@ def explain(
     """
     through_table = has_ordering and _is_through_table(name, q, call)
     how = {"gradient": gradient, "through_table": through_table}
-    chosen, rule = choose(q, k, call, name, lse_gradient=lse_gradient, **how), rule_for(q, call, **how)
+    chosen, rule = choose(q, k, call, name, lse_gradient=lse_gradient, **how), rule_for(q, call, k=k, **how)
     reasons = {}
     for candidate, backend in backends_for(call.pattern).items():
         lacking = backend.lse_refusal(q, call) if lse_gradient else ""

@@ -26,7 +26,7 @@ from hilbert_lib import (
 )
 from hilbert_lib.attention import choice, rules
 from hilbert_lib.attention import measured_rules as remembered
-from hilbert_lib.attention.backends import fused, presence
+from hilbert_lib.attention.backends import all_pairs, fused, presence
 from hilbert_lib.attention.backends.dense import CpuFlash, Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.measured_rules import ShapeClass, folder, remember, remembered_rules
@@ -435,6 +435,29 @@ def test_extra_queries_go_to_dense_kernels_first(monkeypatch):
         fused = [name for name in rule.order if name in ("hopper", "triton")]
         dense = [name for name in rule.order if name not in (*fused, "eager")]
         assert order == (*dense, *fused, "eager")
+
+
+def test_extra_queries_over_few_keys_go_to_one_launch_first(monkeypatch):
+    monkeypatch.setattr(all_pairs, "MOST_ON_A_LINE", 100)
+
+    def order(rows, dtype=torch.bfloat16, **given):
+        q = SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, rows, 2, 8))
+        return choice.rule_for(q, Request(AllPairs()), gradient=False, **given).order
+
+    keys = {rows: SimpleNamespace(shape=(1, rows, 2, 8)) for rows in (63, 64, 100, 101)}
+    for architecture, rule in HALF_RULES.items():
+        info = SimpleNamespace(architecture=architecture)
+        monkeypatch.setattr(choice, "get_gpu_info", lambda device, info=info: info)
+        usual = order(64)
+        first = tuple(name for name in ("triton",) if name in rule.order)
+        for rows in (64, 100):
+            assert order(64, k=keys[rows]) == (*first, *(name for name in usual if name != "triton"))
+            assert order(64, torch.float32, k=keys[rows]) == order(64, torch.float32)
+        for rows in (63, 101):
+            assert order(64, k=keys[rows]) == usual
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            assert order(64, k=keys[64]) == usual
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@
 
 No tensor is joined to another. Extra keys are few. Where the backend does not serve their mask or their number,
 "triton" computes this part on a GPU, and matrix products elsewhere; `explain_backend` says so.
+
+Where keys are few a call takes its host longer than its device. "triton" then computes all keys in one launch, by the
+kernels for grids: keys are the cells of a line whose window holds every cell, and queries stand on its first cells.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +23,14 @@ from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.backends.parts import merge_patterns
 from hilbert_lib.attention.merge import add_tensors, kernel_serves
-from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
 from hilbert_lib.patterns.all_pairs import AllPairs, one_segment
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 # Backends whose kernels find a query's segment among those that the keys fill, and which decode if q and k have
 # different lengths.
 _BY_POSITION = ("hopper", "triton")
+MOST_ON_A_LINE = 1024  # keys; of more the device takes longer than the host
 
 
 class _Part(NamedTuple):
@@ -78,6 +83,69 @@ def by_one_segment(backend: Backend, plain: Backend) -> Backend:
         workspace=partial(_workspace, backend),
         lse_columns=backend.lse_columns,
     )
+
+
+def on_a_line_where_short(segments: Backend, grids: Backend) -> Backend:
+    """The backend for `AllPairs` that takes one launch where `is_short`, and is another elsewhere.
+
+    segments: that other one. grids: the plain kernels for grids.
+    """
+
+    def functions(device: torch.device) -> tuple[Forward, Backward]:
+        of_grids, of_segments = grids.functions(device), segments.functions(device)
+        return partial(_line_forward, of_grids[0], of_segments[0]), partial(_line_backward, of_grids[1], of_segments[1])
+
+    def workspace(
+        arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+    ) -> dict[str, int] | None:
+        inputs = Tensors(*(arguments[0] if direction == "forward" else arguments[1]))
+        if not is_short(inputs.q, inputs.k):
+            return segments.workspace(arguments, request, direction, device, returned)
+        inputs, request = _on_a_line(inputs, request)
+        arguments = (inputs,) if direction == "forward" else (arguments[0], inputs, *arguments[2:])
+        return grids.workspace(arguments, request, direction, device, returned)
+
+    note = f"{segments.note}; up to {MOST_ON_A_LINE:,} keys as the cells of a line"
+    return replace(segments, note=note, functions=functions, workspace=workspace)
+
+
+def is_short(q: Tensor, k: Tensor) -> bool:
+    """Whether the keys of an `AllPairs` call are few, and a line of them has a cell for each query."""
+    return q.shape[1] <= k.shape[1] <= MOST_ON_A_LINE
+
+
+def _line_forward(of_grids: Forward, of_segments: Forward, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    if is_short(inputs.q, inputs.k):
+        return of_grids(*_on_a_line(inputs, request))
+    return of_segments(inputs, request)
+
+
+def _line_backward(
+    of_grids: Backward, of_segments: Backward, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor,
+    request: Request, dlse: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if is_short(inputs.q, inputs.k):
+        inputs, request = _on_a_line(inputs, request)
+        return of_grids(dout, inputs, out, lse, request, dlse=dlse)
+    return of_segments(dout, inputs, out, lse, request, dlse=dlse)
+
+
+def _on_a_line(inputs: Tensors, request: Request) -> tuple[Tensors, Request]:
+    # The same call on a grid of one axis.
+    q, k, *_ = inputs
+    if inputs.extra_k is None:
+        inputs = inputs._replace(extra_k=k[:, :0], extra_v=k[:, :0])
+    pattern, part = _line(q.shape[1], k.shape[1], k.shape[2])
+    masks = {"key_padding_mask": request.key_padding_mask, "extra_padding_mask": request.extra_padding_mask}
+    return inputs, Request(pattern, scale=request.scale, is_part=request.is_part, part=part, **masks)
+
+
+@lru_cache(maxsize=256)
+def _line(queries: int, keys: int, kv_heads: int) -> tuple[HeadNeighbourhoods, GridPart | None]:
+    # A window as wide as the line holds every cell, wherever a query stands.
+    pattern = Neighbourhood((keys,), keys).of_heads(kv_heads)
+    first = (range(queries),)
+    return pattern, None if queries == keys else GridPart(first, first, (range(keys),))
 
 
 def _functions(backend: Backend, plain: Backend, device: torch.device) -> tuple[Forward, Backward]:

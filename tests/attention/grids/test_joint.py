@@ -132,14 +132,39 @@ def test_rows_before_a_sequence_begins_are_no_cells():
 @pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
 @pytest.mark.parametrize("case", [(0, 0), (0, 5), (3, 0), (3, 5)], ids=str)
 def test_plain_kernels_are_the_oracles(case):
-    # The kernel counts keys by position: more queries than keys, and fewer; without padding and with some.
+    # The kernel counts keys by position: more queries than keys, as many, and fewer; without padding and with some. Up
+    # to as many they stand on a line of the keys.
     extra, hidden = case
     device = "cuda" if kernel_mode() == "compiled" else "cpu"
-    for extra_queries in (2, 9):
+    for extra_queries in (2, 6, 9):
         options = {"extra": extra, "extra_queries": extra_queries, "hidden": hidden / 10, "extra_hidden": hidden / 10}
+        options["with_dlse"] = extra_queries == 6
         check_joint(
             Neighbourhood((2, 3), 2), (2, 3), None, torch.float32, "triton", device=device, head_dim=16, **options
         )
+
+
+@pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
+def test_plain_kernels_take_few_keys_on_a_line_and_more_in_segments(monkeypatch):
+    from hilbert_lib.attention.triton import grid_launch, launch  # triton is imported only where a kernel is used
+
+    taken = []
+    for module, name in ((grid_launch, "on a line"), (launch, "in segments")):
+        original = module.forward
+        noting = lambda *given, run=original, name=name: taken.append(name) or run(*given)  # noqa: E731
+        monkeypatch.setattr(module, "forward", noting)
+    monkeypatch.setattr(all_pairs, "MOST_ON_A_LINE", 8)
+    device = "cuda" if kernel_mode() == "compiled" else "cpu"
+    forward, _ = backends_for(AllPairs)["triton"].functions(torch.device(device))
+    request = Request(AllPairs(), scale=0.25)
+    for queries, keys, extra in ((1, 8, 0), (8, 8, 3), (9, 8, 0), (1, 9, 0)):
+        sizes = {"queries": queries, "extra_queries": 1, "extra": extra, "head_dim": 16, "dtype": torch.float32}
+        tensors = drawn_joint(keys, (2, 4, 2), **sizes)
+        inputs = Tensors(*(tensors[name].to(device) for name in "qkv"))
+        if extra:
+            inputs = inputs._replace(extra_k=tensors["extra_k"].to(device), extra_v=tensors["extra_v"].to(device))
+        forward(inputs, request)
+    assert taken == ["on a line"] * 2 + ["in segments"] * 2
 
 
 @pytest.mark.gpu

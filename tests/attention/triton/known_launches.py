@@ -35,6 +35,7 @@ from hilbert_lib.patterns.all_pairs import AllPairs
 UNION = Union((Neighbourhood((8, 16), 5), Neighbourhood((8, 16), 3, dilation=2)))
 NEAR, PATTERN = Neighbourhood((8, 16), 5), DilatedPattern((32, 128), (1, 2))
 LENGTH, EXTRA = 128, 6
+ON_A_LINE = 7  # extra queries that "auto" gives to the plain kernels, as it does on a GPU where keys are few
 ran: list = []  # functions of backends
 told: dict[str, list] = {}
 
@@ -132,6 +133,7 @@ CALLS = {
     # Extra queries: by a dense kernel, for which this script has stand-ins, and by kernels that replay launches.
     "joint": (neighbourhood_attention, joint),
     "joint, no extra keys": (neighbourhood_attention, lambda: {"neighbourhood": NEAR, "extra_q": drawn(length=EXTRA)}),
+    "joint on a line": (neighbourhood_attention, lambda: joint(ON_A_LINE)),
     "joint by one kernel": (neighbourhood_attention, lambda: joint(80) | {"backend": "triton"}),
     "joint with a mask": (neighbourhood_attention, lambda: joint() | {"extra_padding_mask": hidden(EXTRA)}),
     "joint of a union": (attend, lambda: {"pattern": UNION, **extra_tensors()}),
@@ -324,7 +326,8 @@ choose_any = joint_room.choose
 
 
 def choose_dense(q, k, request, name, **how):
-    return choose_any(q, k, request, "cudnn" if name == "auto" else name, **how)
+    by_auto = "triton" if q.shape[1] == ON_A_LINE else "cudnn"
+    return choose_any(q, k, request, by_auto if name == "auto" else name, **how)
 
 
 def forget() -> None:
