@@ -8,6 +8,9 @@ A call may be repeated where its starts are all that it did: each of their tenso
 earlier start returned, or a table that calls share, and each result of the call is one that a start returned. What
 torch computes beside them gives another tensor, or shows in the version of one. A step is a kernel of torch or of
 another package, which is called and not replayed: it counts as a start. A tape holds no tensor.
+
+The starts of a call without steps become one, where what they make is small: it is made at once, and what every start
+asks anew (tables, addresses, hooks, the stream) is asked once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +25,9 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.graph_cache import is_shared
+
+AT_ONCE = 2**23  # bytes that starts may make for theirs to become one: all are there until the last is done
+_OTHER = -1  # the place of a result that is no tensor which a start made, but one that was made of it
 
 
 class _Known(NamedTuple):
@@ -38,6 +44,8 @@ class _Entry(NamedTuple):
     shared: dict[int, ref]  # these tables, by place
     made: list[ref | None]  # what it made, of which some is returned
     results: range  # numbers of what it returned
+    places: list[int | None]  # of these among what it made; None for none, and `_OTHER`
+    made_bytes: int
 
 
 class Step(NamedTuple):
@@ -115,8 +123,11 @@ class Tape:
         described = [number for number, _ in recording.descriptors if number < len(numbers)]
         if any(numbers[number] is None for number in described):
             self._is_whole = False
+        place_of = {id(x): place for place, x in enumerate(made) if x is not None}
+        places = [None if x is None else place_of.get(id(x), _OTHER) for x in results]
+        made_bytes = sum(x.nbytes for x in made if x is not None)
         made = [x if x is None else ref(x) for x in made]
-        self._entries.append(_Entry(recording, numbers, shared, made, self._add(results)))
+        self._entries.append(_Entry(recording, numbers, shared, made, self._add(results), places, made_bytes))
 
     def recording(self, results: Sequence[Tensor | None]) -> object:
         """A recording of the call for tensors like those of this one; None where more was done than its starts.
@@ -132,6 +143,8 @@ class Tape:
             return None
         if len(self._entries) == 1 and not isinstance(self._entries[0].recording, Step):
             return _moved(self._entries[0], self._given, numbers, results)
+        if _may_be_joined(self._entries):
+            return _joined(self._entries, self._given, numbers)
         return _repeated(self._entries, numbers)
 
 
@@ -208,20 +221,65 @@ def _repeated(entries: list[_Entry], wanted: list[int | None]) -> Repeated:
 def _moved(entry: _Entry, count: int, wanted: list[int | None], results: Sequence[Tensor | None]) -> object:
     # The recording of the one start of a call, for the `count` tensors of the call in their order.
     recording = entry.recording
-    moved = [*entry.numbers, *range(count, count + len(recording.made) + len(recording.descriptors))]
-    launches = []
+    numbers = [*entry.numbers, *range(count, count + len(recording.made) + len(recording.descriptors))]
+    launches, descriptors, tables = _renumbered(entry, numbers)
+    finish = _finish_of(entry, wanted, results)
+    return recording._replace(launches=launches, descriptors=descriptors, tables=tables, finish=finish)
+
+
+def _may_be_joined(entries: list[_Entry]) -> bool:
+    # Whether several starts can become one.
+    if any(isinstance(entry.recording, Step) or _OTHER in entry.places for entry in entries):
+        return False
+    is_alike = len({entry.recording.setting for entry in entries}) == 1
+    return is_alike and sum(entry.made_bytes for entry in entries) <= AT_ONCE
+
+
+def _joined(entries: list[_Entry], count: int, wanted: list[int | None]) -> object:
+    # One recording of several starts:
+    #
+    #     values   [the `count` tensors of the call | made by start 1 | made by start 2 | descriptors of 1 | of 2]
+    #
+    # values_of: the number among values of each tensor that has a number on the tape.
+    values_of = {number: number for number in range(count)}
+    first_made, end = [], count
+    for entry in entries:
+        first_made.append(end)
+        for number, place in zip(entry.results, entry.places, strict=True):
+            if place is not None:
+                values_of[number] = end + place
+        end += len(entry.recording.made)
+    launches, made, flags, descriptors, tables = [], [], [], [], []
+    for entry, first in zip(entries, first_made, strict=True):
+        recording, own_end = entry.recording, end + len(descriptors)
+        numbers = [None if number is None else values_of[number] for number in entry.numbers]
+        numbers += range(first, first + len(recording.made))
+        numbers += range(own_end, own_end + len(recording.descriptors))
+        own_launches, own_descriptors, own_tables = _renumbered(entry, numbers)
+        flags += [len(made) + flag for flag in recording.flags]
+        made += recording.made
+        launches += own_launches
+        descriptors += own_descriptors
+        tables += own_tables
+    finish = partial(_at, [None if number is None else values_of[number] - count for number in wanted])
+    return entries[0].recording._replace(
+        launches=launches, made=made, flags=flags, finish=finish, descriptors=descriptors, tables=tables
+    )
+
+
+def _renumbered(entry: _Entry, numbers: list[int | None]) -> tuple[list, list, list]:
+    # The launches, descriptors and tables of a start, in which each value has another number; None for none.
+    recording, launches = entry.recording, []
     for launch in recording.launches:
         arguments, own = launch.arguments.copy(), []
         for place, number in launch.own:
             if number in entry.shared:
                 arguments[place] = entry.shared[number]().data_ptr()
-            elif moved[number] is not None:
-                own.append((place, moved[number]))
+            elif numbers[number] is not None:
+                own.append((place, numbers[number]))
         launches.append(launch._replace(arguments=arguments, own=own))
-    descriptors = [(moved[number], descriptor) for number, descriptor in recording.descriptors]
-    tables = [*recording.tables, *entry.shared.values()]
-    finish = _finish_of(entry, wanted, results)
-    return recording._replace(launches=launches, descriptors=descriptors, tables=tables, finish=finish)
+    descriptors = [(numbers[number], descriptor) for number, descriptor in recording.descriptors]
+    return launches, descriptors, [*recording.tables, *entry.shared.values()]
 
 
 def _finish_of(entry: _Entry, wanted: list[int | None], results: Sequence[Tensor | None]) -> Callable:
@@ -231,6 +289,10 @@ def _finish_of(entry: _Entry, wanted: list[int | None], results: Sequence[Tensor
         return itemgetter(*(made[id(x)] for x in results))
     places = [None if number is None else number - entry.results.start for number in wanted]
     return partial(_picked, entry.recording.finish, places)
+
+
+def _at(places: list[int | None], made: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if place is None else made[place] for place in places]
 
 
 def _picked(finish: Callable, places: list[int | None], made: list[Tensor | None]) -> list[Tensor | None]:

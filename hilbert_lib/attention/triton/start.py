@@ -147,7 +147,7 @@ class Recording(NamedTuple):
 
     launches: list[_Launch]
     made: list[Callable | None]  # creators of tensors
-    flag: int | None  # which of these is `FLAG`: it has no creator
+    flags: list[int]  # which of these are `FLAG`: they have no creators
     finish: Callable[[list], Sequence]
     descriptors: list[tuple[int, _Descriptor]]  # with the numbers of their tensors
     tables: list[ref]  # tables whose addresses are among the arguments
@@ -190,8 +190,8 @@ class Recording(NamedTuple):
         all_tensors = [*tensors, *made]
         values += [0 if x is None else x.data_ptr() for x in made]
         stream = triton.runtime.driver.active.get_current_stream(self.setting[0])
-        if self.flag is not None:
-            values[len(tensors) + self.flag] = _flags.next_address(tensors[0].device, self.setting[0], stream)
+        for flag in self.flags:
+            values[len(tensors) + flag] = _flags.next_address(tensors[0].device, self.setting[0], stream)
         for number, descriptor in self.descriptors:
             address = values[number]
             values.append(descriptor.maps.get(address) or descriptor.of(all_tensors[number], address))
@@ -352,8 +352,8 @@ def _record(
                 arguments += 0, *(encode(x)[1:] if encode else ())
         recorded.append(_Launch(begun.kernel, launch, fixed, arguments, own))
     creators = [None if x is None or x is FLAG else x.creator(device) for x in made]
-    table_refs, flag = [*map(ref, tables.values())], made.index(FLAG) if FLAG in made else None
-    return Recording(recorded, creators, flag, finish, descriptors, table_refs, setting)
+    table_refs, flags = [*map(ref, tables.values())], [number for number, x in enumerate(made) if x is FLAG]
+    return Recording(recorded, creators, flags, finish, descriptors, table_refs, setting)
 
 
 def forget() -> None:

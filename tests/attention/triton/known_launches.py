@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Union, attend, dilated_attention, neighbourhood_attention
-from hilbert_lib.attention import autograd, choice, known_calls, merge, zero_keys
+from hilbert_lib.attention import autograd, choice, known_calls, merge, tape, zero_keys
 from hilbert_lib.attention import joint as joint_room
 from hilbert_lib.attention.backends import all_pairs, dense, fused, fused_grid, listed_grid
 from hilbert_lib.attention.backends import strided as strided_views
@@ -322,6 +322,19 @@ def changed(name: str, change: dict) -> list[str]:
     return how
 
 
+def joined_or_not(name: str, at_once: int) -> list:
+    """What is kept of a call, both ways, and its launches, where starts are joined that make so many bytes."""
+    forget()
+    tape.AT_ONCE, before = at_once, tape.AT_ONCE
+    for _ in range(3):
+        how, launches, _ = called(name)
+    tape.AT_ONCE = before
+    assert set(how) == {"replayed"}
+    ((alike,),) = known_calls._calls.values()
+    kept = alike.call.recording, alike.call.backward_recordings[0].recording
+    return [[type(x).__name__ for x in kept], launches]
+
+
 choose_any = joint_room.choose
 
 
@@ -395,6 +408,7 @@ if __name__ == "__main__":
     known = Request(PATTERN, query_start=5, is_causal=True)
     told["steps at rows that the host knows"] = decode.is_repeated(known)
     told["others"] = {name: [called(name)[0] for _ in range(4)] for name in OTHERS}
+    told["joined"] = [joined_or_not("union", at_once) for at_once in (tape.AT_ONCE, 0)]
     precision = {"during": partial(setting, put_precision, "tf32", "ieee")}
     for _ in range(3):
         called("grid")

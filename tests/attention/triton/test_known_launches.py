@@ -23,7 +23,7 @@ def told():
 
 
 def test_a_third_call_starts_what_the_second_one_did_and_runs_no_function_of_a_backend(told):
-    others = ("changes", "backward changes", "forgotten", "others", "in inference mode")
+    others = ("changes", "backward changes", "forgotten", "others", "in inference mode", "joined")
     calls = {name: each for name, each in told.items() if name not in others and "steps" not in name}
     assert len(calls) == 25
     for name, (how, equal, held) in calls.items():
@@ -70,3 +70,10 @@ def test_a_backward_that_differs_in_one_thing_is_computed_anew(told):
     assert len(told["backward changes"]) == 18
     for name, how in told["backward changes"].items():
         assert how == ["replayed", "ran"], name
+
+
+def test_starts_that_make_little_become_one_and_do_the_same(told):
+    (kinds, launches), (apart_kinds, apart_launches) = told["joined"]
+    assert kinds == ["Recording", "Recording"]
+    assert apart_kinds == ["Repeated", "Repeated"]
+    assert launches == apart_launches
