@@ -9,8 +9,8 @@ earlier start returned, or a table that calls share, and each result of the call
 torch computes beside them gives another tensor, or shows in the version of one. A step is a kernel of torch or of
 another package, which is called and not replayed: it counts as a start. A tape holds no tensor.
 
-The starts of a call without steps become one, where what they make is small: it is made at once, and what every start
-asks anew (tables, addresses, hooks, the stream) is asked once.
+The starts of a call without steps become one, where that takes hardly more memory: what they make is made at once, and
+what every start asks anew (tables, addresses, hooks, the stream) is asked once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hilbert_lib.graph_cache import is_shared
 
-AT_ONCE = 2**23  # bytes that starts may make for theirs to become one: all are there until the last is done
+AT_ONCE = 2**18  # bytes by which the highest point of a call may rise where its starts become one
 _OTHER = -1  # the place of a result that is no tensor which a start made, but one that was made of it
 
 
@@ -45,7 +45,7 @@ class _Entry(NamedTuple):
     made: list[ref | None]  # what it made, of which some is returned
     results: range  # numbers of what it returned
     places: list[int | None]  # of these among what it made; None for none, and `_OTHER`
-    made_bytes: int
+    made_bytes: list[int]  # of each tensor that it made
 
 
 class Step(NamedTuple):
@@ -125,7 +125,7 @@ class Tape:
             self._is_whole = False
         place_of = {id(x): place for place, x in enumerate(made) if x is not None}
         places = [None if x is None else place_of.get(id(x), _OTHER) for x in results]
-        made_bytes = sum(x.nbytes for x in made if x is not None)
+        made_bytes = [0 if x is None else x.nbytes for x in made]
         made = [x if x is None else ref(x) for x in made]
         self._entries.append(_Entry(recording, numbers, shared, made, self._add(results), places, made_bytes))
 
@@ -143,9 +143,10 @@ class Tape:
             return None
         if len(self._entries) == 1 and not isinstance(self._entries[0].recording, Step):
             return _moved(self._entries[0], self._given, numbers, results)
-        if _may_be_joined(self._entries):
+        repeated = _repeated(self._entries, numbers)
+        if _may_be_joined(self._entries, repeated):
             return _joined(self._entries, self._given, numbers)
-        return _repeated(self._entries, numbers)
+        return repeated
 
 
 class _Running(local):
@@ -227,12 +228,27 @@ def _moved(entry: _Entry, count: int, wanted: list[int | None], results: Sequenc
     return recording._replace(launches=launches, descriptors=descriptors, tables=tables, finish=finish)
 
 
-def _may_be_joined(entries: list[_Entry]) -> bool:
-    # Whether several starts can become one.
+def _may_be_joined(entries: list[_Entry], repeated: Repeated) -> bool:
+    # Whether several starts can become one, and take hardly more memory. repeated: the same starts one by one.
     if any(isinstance(entry.recording, Step) or _OTHER in entry.places for entry in entries):
         return False
-    is_alike = len({entry.recording.setting for entry in entries}) == 1
-    return is_alike and sum(entry.made_bytes for entry in entries) <= AT_ONCE
+    return len(repeated.asked) == 1 and _bytes_more(entries, repeated) <= AT_ONCE
+
+
+def _bytes_more(entries: list[_Entry], repeated: Repeated) -> int:
+    # Bytes of all that the starts make, less those that are there at once where they are repeated one by one.
+    total = held = most = 0
+    bytes_of = {}
+    for entry, (*_, let_go) in zip(entries, repeated.starts, strict=True):
+        made_bytes = sum(entry.made_bytes)
+        total, held = total + made_bytes, held + made_bytes
+        most = max(most, held)
+        returned = {place for place in entry.places if place is not None}
+        held -= made_bytes - sum(entry.made_bytes[place] for place in returned)
+        for number, place in zip(entry.results, entry.places, strict=True):
+            bytes_of[number] = 0 if place is None else entry.made_bytes[place]
+        held -= sum(bytes_of.get(number, 0) for number in let_go)
+    return total - most
 
 
 def _joined(entries: list[_Entry], count: int, wanted: list[int | None]) -> object:

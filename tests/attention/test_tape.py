@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hilbert_lib.attention import tape
 from hilbert_lib.attention.tape import note, stepped, taped
 from hilbert_lib.graph_cache import cached_for_graphs
 
@@ -137,6 +138,35 @@ def test_a_call_that_is_given_one_tensor_twice_is_not_repeated():
         with taped(given) as tape:
             (total,) = sum_of(sum_of(x, x)[0])
         assert (tape.recording([total]) is None) == (len(given) == 2)
+
+
+def made_of(*tensors: torch.Tensor, scratch: int = 0) -> torch.Tensor:
+    """A tensor of 4 elements, noted as what a start made of others beside scratch."""
+    made = [torch.empty(scratch), torch.empty(4)]
+    recording = SimpleNamespace(setting="", descriptors=[])
+    note(recording, tensors, made, made[1:])
+    return made[1]
+
+
+def in_a_row(x: torch.Tensor) -> torch.Tensor:
+    return made_of(made_of(made_of(x)))
+
+
+def merged_at_the_end(x: torch.Tensor) -> torch.Tensor:
+    return made_of(made_of(x), made_of(x), made_of(x))
+
+
+def beside_scratch(x: torch.Tensor) -> torch.Tensor:
+    return made_of(made_of(x, scratch=8), made_of(x, scratch=2))
+
+
+@pytest.mark.parametrize(("call", "bytes_more"), [(in_a_row, 16), (merged_at_the_end, 0), (beside_scratch, 32 + 8)])
+def test_bytes_are_counted_that_starts_hold_more_where_they_become_one(call, bytes_more):
+    x = torch.ones(4)
+    with taped([x]) as noted:
+        result = call(x)
+    repeated = tape._repeated(noted._entries, [noted._number_of(result)])
+    assert tape._bytes_more(noted._entries, repeated) == bytes_more
 
 
 def test_no_tensor_is_held_and_a_table_that_is_gone_is_not_read():

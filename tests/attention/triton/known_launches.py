@@ -323,7 +323,7 @@ def changed(name: str, change: dict) -> list[str]:
 
 
 def joined_or_not(name: str, at_once: int) -> list:
-    """What is kept of a call, both ways, and its launches, where starts are joined that make so many bytes."""
+    """What is kept of a call, both ways, and its launches, where starts that become one may hold so many bytes more."""
     forget()
     tape.AT_ONCE, before = at_once, tape.AT_ONCE
     for _ in range(3):
@@ -408,7 +408,7 @@ if __name__ == "__main__":
     known = Request(PATTERN, query_start=5, is_causal=True)
     told["steps at rows that the host knows"] = decode.is_repeated(known)
     told["others"] = {name: [called(name)[0] for _ in range(4)] for name in OTHERS}
-    told["joined"] = [joined_or_not("union", at_once) for at_once in (tape.AT_ONCE, 0)]
+    told["joined"] = [joined_or_not("union", at_once) for at_once in (tape.AT_ONCE, -1)]
     precision = {"during": partial(setting, put_precision, "tf32", "ieee")}
     for _ in range(3):
         called("grid")

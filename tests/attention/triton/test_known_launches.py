@@ -72,7 +72,7 @@ def test_a_backward_that_differs_in_one_thing_is_computed_anew(told):
         assert how == ["replayed", "ran"], name
 
 
-def test_starts_that_make_little_become_one_and_do_the_same(told):
+def test_starts_that_become_one_do_the_same(told):
     (kinds, launches), (apart_kinds, apart_launches) = told["joined"]
     assert kinds == ["Recording", "Recording"]
     assert apart_kinds == ["Repeated", "Repeated"]
