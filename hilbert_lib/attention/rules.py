@@ -40,7 +40,7 @@ ALL_PAIRS_RULES = {
     architecture: Rule(tuple(sorted(rule.order, key=lambda name: _PLACES.get(name, 0))), NOT_MEASURED)
     for architecture, rule in HALF_RULES.items()
 }
-# Where keys are few (`all_pairs.is_short`) "triton" has one launch for the cells and the extra keys. Two dense kernels
+# In a short call (`all_pairs.is_short`) "triton" has one launch for the cells and the extra keys. Two dense kernels
 # and the sum of what they return take the host longer.
 SHORT_RECORD = "not measured: one launch stands before several"
 CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs")

@@ -455,6 +455,10 @@ def test_extra_queries_over_few_keys_go_to_one_launch_first(monkeypatch):
             assert order(64, torch.float32, k=keys[rows]) == order(64, torch.float32)
         for rows in (63, 101):
             assert order(64, k=keys[rows]) == usual
+        for bound, most in (("MOST_PAIRS", 2 * 64 * 64 - 1), ("MOST_SEQUENCES", 1)):
+            with monkeypatch.context() as patch:
+                patch.setattr(all_pairs, bound, most)
+                assert order(64, k=keys[64]) == usual
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             assert order(64, k=keys[64]) == usual

@@ -6,7 +6,7 @@
 No tensor is joined to another. Extra keys are few. Where the backend does not serve their mask or their number,
 "triton" computes this part on a GPU, and matrix products elsewhere; `explain_backend` says so.
 
-Where keys are few a call takes its host longer than its device. "triton" then computes all keys in one launch, by the
+A short call (`is_short`) takes its host longer than its device. "triton" then computes all keys in one launch, by the
 kernels for grids: keys are the cells of a line whose window holds every cell, and queries stand on its first cells.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hilbert_lib.attention.backends import reference
-from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
+from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, Backend, Backward, Forward
 from hilbert_lib.attention.backends.parts import merge_patterns
 from hilbert_lib.attention.merge import add_tensors, kernel_serves
 from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
@@ -30,7 +30,8 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 # Backends whose kernels find a query's segment among those that the keys fill, and which decode if q and k have
 # different lengths.
 _BY_POSITION = ("hopper", "triton")
-MOST_ON_A_LINE = 1024  # keys; of more the device takes longer than the host
+# Of a call on a line: of more keys, or more pairs in all heads and sequences, the device takes longer than the host.
+MOST_ON_A_LINE, MOST_PAIRS = 1024, 2**22
 
 
 class _Part(NamedTuple):
@@ -105,13 +106,16 @@ def on_a_line_where_short(segments: Backend, grids: Backend) -> Backend:
         arguments = (inputs,) if direction == "forward" else (arguments[0], inputs, *arguments[2:])
         return grids.workspace(arguments, request, direction, device, returned)
 
-    note = f"{segments.note}; up to {MOST_ON_A_LINE:,} keys as the cells of a line"
+    note = f"{segments.note}; short calls as the cells of a line"
     return replace(segments, note=note, functions=functions, workspace=workspace)
 
 
 def is_short(q: Tensor, k: Tensor) -> bool:
-    """Whether the keys of an `AllPairs` call are few, and a line of them has a cell for each query."""
-    return q.shape[1] <= k.shape[1] <= MOST_ON_A_LINE
+    """Whether an `AllPairs` call has few keys and pairs, and a line of its keys has a cell for each query."""
+    batch, queries, heads, _ = q.shape
+    keys = k.shape[1]
+    is_few = queries <= keys <= MOST_ON_A_LINE and batch * heads * queries * keys <= MOST_PAIRS
+    return is_few and max(batch, heads) <= MOST_SEQUENCES
 
 
 def _line_forward(of_grids: Forward, of_segments: Forward, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
