@@ -62,10 +62,10 @@ def _workspace(
 
 def _parts(inputs: Tensors) -> dict[str, int]:
     # Of the gradients of extra keys.
-    extra_k, numbers = inputs.extra_k, 2 * parts_of_extra_keys(inputs.q.shape[1], inputs.extra_k.shape)
-    if not numbers:
+    extra_k, parts = inputs.extra_k, parts_of_extra_keys(inputs.q.shape[1], inputs.extra_k.shape)
+    if parts <= 1:  # none, or one, which the kernel writes as it is returned
         return {}
-    return {"parts of the gradients of extra keys, float32": 4 * numbers * extra_k.numel()}
+    return {"parts of the gradients of extra keys, float32": 4 * 2 * parts * extra_k.numel()}
 
 
 def _hopper_workspace(

@@ -107,20 +107,24 @@ def backward(
 def gradients_of(inputs: Tensors, in_float: bool) -> tuple[Made | None, ...]:
     """The gradients of inputs as the kernels leave them.
 
-    Those of the extra keys are in parts, (parts, batch, extra, kv_heads, head_dim) float32; None without extra keys.
-    in_float: whether those of k and v are in float32.
+    Those of the extra keys are as they are returned. Of several parts of the queries they are in parts, (parts, batch,
+    extra, kv_heads, head_dim) float32; None without extra keys. in_float: whether those of k and v are in float32.
     """
     q, k, v, extra_k, _, bias = inputs
     key_dtype = torch.float32 if in_float else k.dtype
     parts = parts_of_extra_keys(q.shape[1], extra_k.shape)
-    of_extra = Made((parts, *extra_k.shape), torch.float32) if parts else None
+    of_extra = Made((parts, *extra_k.shape), torch.float32) if parts > 1 else None
+    if parts == 1:
+        of_extra = Made(extra_k.shape, extra_k.dtype)
     of_bias = None if bias is None else Made(bias.shape, bias.dtype)
     return Made(q.shape, q.dtype), Made(k.shape, key_dtype), Made(v.shape, key_dtype), of_extra, of_extra, of_bias
 
 
 def totals_of(inputs: Tensors) -> tuple[Made | None, Made | None]:
-    """The gradients of the extra keys as they are returned; None without extra keys."""
-    like = Made(inputs.extra_k.shape, inputs.extra_k.dtype) if inputs.extra_k.shape[1] else None
+    """The gradients of the extra keys where they are sums of parts; otherwise None."""
+    extra_k = inputs.extra_k
+    is_in_parts = parts_of_extra_keys(inputs.q.shape[1], extra_k.shape) > 1
+    like = Made(extra_k.shape, extra_k.dtype) if is_in_parts else None
     return like, like
 
 
@@ -130,6 +134,8 @@ def with_totals(first: int, totals: int, made: list[Tensor | None]) -> Tensors:
     first, totals: numbers of the first gradient, and of the first such sum, among the made tensors.
     """
     grads = Tensors(*made[first : first + len(Tensors._fields)])
+    if made[totals] is None:  # of one part
+        return grads
     return grads._replace(extra_k=made[totals], extra_v=made[totals + 1])
 
 
@@ -181,8 +187,10 @@ def of_queries(
 def of_extra_keys(
     dout: Tensor, inputs: Tensors, lse: Tensor, delta: Tensor, request: Request, grads: Tensors, totals: tuple
 ) -> list[Start]:  # fmt: skip
-    """The launches of the gradients of the extra keys: in parts, and of these the totals."""
+    """The launches of the gradients of the extra keys: of one part, or of several and of their totals."""
     parts = of_keys(dout, inputs, lse, delta, request, grads, extra=True)
+    if totals[0] is None:
+        return [parts]
     return [parts, *(sum_of_parts(x, total) for x, total in zip(grads.extra, totals, strict=True))]
 
 
@@ -202,7 +210,10 @@ def of_keys(
     steps = config_of(inputs.q).queries
     named |= {"BLOCK_M": steps.rows, **_resources_of(steps)}
     named |= table_of_bias(inputs._replace(bias=None) if extra else inputs, request)
-    tiles = -(-k.shape[1] // prod(sides)) * len(dk) if extra else tiles_of(request, sides, keys=True)
+    if extra:
+        tiles = -(-k.shape[1] // prod(sides)) * parts_of_extra_keys(inputs.q.shape[1], k.shape)
+    else:
+        tiles = tiles_of(request, sides, keys=True)
     return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (inputs.q,), named)
 
 

@@ -7,6 +7,7 @@ POSITIONS = 2**30  # kernels hold positions, and sums of two, in int32
 SMALLEST_SCALE = 2.0**-100  # kernels divide by the scale in float32, whose largest number is 2^128
 TILES = 2**24  # of lists: a word of the last one is found by a number of 32 bits
 EXTRA_PROGRAMS = 512  # of a launch for gradients of extra keys, about: with fewer of these the queries are parted
+WHOLE_TILES = 4  # of queries on a grid: so few are one part, since to sum parts up takes two launches
 
 
 def query_tiles(queries: int) -> int:
@@ -22,4 +23,5 @@ def parts_of_queries(queries: int, programs: int) -> int:
 def parts_of_extra_keys(queries: int, shape: Sequence[int]) -> int:
     """The same on grids, of extra keys (batch, extra, kv_heads, head_dim): a program has 64 of them."""
     batch, extra, kv_heads, _ = shape
-    return parts_of_queries(queries, batch * kv_heads * -(-extra // 64))
+    parts = parts_of_queries(queries, batch * kv_heads * -(-extra // 64))
+    return min(parts, 1) if query_tiles(queries) <= WHOLE_TILES else parts

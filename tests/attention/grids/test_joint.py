@@ -38,6 +38,7 @@ from hilbert_lib.attention import api, known_calls, operators
 from hilbert_lib.attention.backends import all_pairs, flex, reference
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.triton import limits
 from hilbert_lib.internals import WITHOUT_INTERNALS
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -142,6 +143,19 @@ def test_plain_kernels_are_the_oracles(case):
         check_joint(
             Neighbourhood((2, 3), 2), (2, 3), None, torch.float32, "triton", device=device, head_dim=16, **options
         )
+
+
+@pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
+@pytest.mark.parametrize(("whole_tiles", "parts"), [(limits.WHOLE_TILES, 1), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_extra_keys_by_plain_kernels_are_of_one_part_or_sums_of_several(
+    monkeypatch, whole_tiles, parts, dtype
+):
+    monkeypatch.setattr(limits, "WHOLE_TILES", whole_tiles)
+    assert limits.parts_of_extra_keys(70, (2, 3, 2, 16)) == parts
+    device = "cuda" if kernel_mode() == "compiled" else "cpu"
+    options = {"extra": 3, "extra_queries": 1, "hidden": 0.0, "extra_hidden": 0.3, "head_dim": 16, "device": device}
+    check_joint(Neighbourhood((2, 35), 3), (2, 35), None, dtype, "triton", **options)
 
 
 @pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
