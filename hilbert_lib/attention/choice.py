@@ -78,7 +78,7 @@ def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = 
     """
     rule = _rule_for(q, call, gradient=gradient)
     if k is not None and isinstance(call.pattern, AllPairs) and _is_bound_by_host(q, k):
-        rule = on_architecture(first_of_short(rule), _architecture(q.device))
+        rule = _that_serves(first_of_short(rule), call)
     return _of_tables(rule) if through_table else rule
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.autograd import needs_gradient
-from hilbert_lib.attention.backends.all_pairs import ON_A_LINE, extra_keys_server, is_short
+from hilbert_lib.attention.backends.all_pairs import extra_keys_server
 from hilbert_lib.attention.backends.registry import BACKENDS, backends_for
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.failures import first_that_compiles
@@ -80,8 +80,7 @@ def servers(inputs: Tensors, request: Request, name: str) -> str:
     name = beside(name)
     extra_k = inputs.extra_k
     has_parts = backends_for(AllPairs)[name].serves is AllPairs  # "reference" and "eager" serve any pattern
-    is_at_once = name in ON_A_LINE and is_short(inputs.q, inputs.k)
-    if not has_parts or is_at_once or extra_k is None or not extra_k.shape[1]:
+    if not has_parts or extra_k is None or not extra_k.shape[1]:
         return f"extra queries by {name!r}"
     server = extra_keys_server(BACKENDS[name], BACKENDS["triton"], inputs, request)
     if server is BACKENDS[name]:

@@ -6,9 +6,8 @@
 No tensor is joined to another. Extra keys are few. Where the backend does not serve their mask or their number,
 "triton" computes this part on a GPU, and matrix products elsewhere; `explain_backend` says so.
 
-A short call (`is_short`) takes its host longer than its device. "hopper" and "triton" then compute all keys at once, by
-their kernels for grids: keys are the cells of a line whose window holds every cell, and queries stand on its first
-cells.
+A short call (`is_short`) takes its host longer than its device. "triton" then computes all keys in one launch, by the
+kernels for grids: keys are the cells of a line whose window holds every cell, and queries stand on its first cells.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 # Backends whose kernels find a query's segment among those that the keys fill, and which decode if q and k have
 # different lengths.
 _BY_POSITION = ("hopper", "triton")
-ON_A_LINE = ("hopper", "triton")  # backends that have kernels for grids, by which they compute short calls
 # Of a call on a line: of more keys, or more pairs in all heads and sequences, the device takes longer than the host.
 MOST_ON_A_LINE, MOST_PAIRS = 1024, 2**22
 
@@ -89,33 +87,27 @@ def by_one_segment(backend: Backend, plain: Backend) -> Backend:
 
 
 def on_a_line_where_short(segments: Backend, grids: Backend) -> Backend:
-    """The backend for `AllPairs` that takes the kernels for grids where `is_short`, and is another elsewhere.
+    """The backend for `AllPairs` that takes one launch where `is_short`, and is another elsewhere.
 
-    segments: that other one. grids: the backend of the same name for grids.
+    segments: that other one. grids: the plain kernels for grids.
     """
 
     def functions(device: torch.device) -> tuple[Forward, Backward]:
         of_grids, of_segments = grids.functions(device), segments.functions(device)
         return partial(_line_forward, of_grids[0], of_segments[0]), partial(_line_backward, of_grids[1], of_segments[1])
 
-    def of_keys(q: Tensor, k: Tensor, request: Request) -> str:
-        if not is_short(q, k):
-            return segments.of_keys(q, k, request)
-        _, line_request = _on_a_line(Tensors(q, k, k), request)
-        return grids.refusal_of_sizes(q, k, line_request)
-
     def workspace(
         arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
     ) -> dict[str, int] | None:
         inputs = Tensors(*(arguments[0] if direction == "forward" else arguments[1]))
         if not is_short(inputs.q, inputs.k):
-            return segments.workspace and segments.workspace(arguments, request, direction, device, returned)
+            return segments.workspace(arguments, request, direction, device, returned)
         inputs, request = _on_a_line(inputs, request)
         arguments = (inputs,) if direction == "forward" else (arguments[0], inputs, *arguments[2:])
         return grids.workspace(arguments, request, direction, device, returned)
 
     note = f"{segments.note}; short calls as the cells of a line"
-    return replace(segments, note=note, functions=functions, of_keys=of_keys, workspace=workspace)
+    return replace(segments, note=note, functions=functions, workspace=workspace)
 
 
 def is_short(q: Tensor, k: Tensor) -> bool:

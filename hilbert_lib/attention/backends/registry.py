@@ -13,7 +13,7 @@ from hilbert_lib.attention.backends import (
     reference,
     tiles,
 )
-from hilbert_lib.attention.backends.all_pairs import ON_A_LINE, by_one_segment, on_a_line_where_short
+from hilbert_lib.attention.backends.all_pairs import by_one_segment, on_a_line_where_short
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.parts import part_by_part
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -65,8 +65,8 @@ def _serving_all_pairs() -> dict[str, Backend]:
         name: of_any_pattern[name] if name in ("reference", "eager") else by_one_segment(backend, plain)
         for name, backend in of_sequences.items()
     }
-    of_grids = _serving(HeadNeighbourhoods)
-    return backends | {name: on_a_line_where_short(backends[name], of_grids[name]) for name in ON_A_LINE}
+    backends["triton"] = on_a_line_where_short(backends["triton"], _serving(HeadNeighbourhoods)["triton"])
+    return backends
 
 
 def _caveats(name: str) -> str:

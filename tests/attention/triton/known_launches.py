@@ -35,7 +35,7 @@ from hilbert_lib.patterns.all_pairs import AllPairs
 UNION = Union((Neighbourhood((8, 16), 5), Neighbourhood((8, 16), 3, dilation=2)))
 NEAR, PATTERN = Neighbourhood((8, 16), 5), DilatedPattern((32, 128), (1, 2))
 LENGTH, EXTRA = 128, 6
-ON_A_LINE = 7  # extra queries that "auto" gives to the kernels for grids, as it does on Hopper in short calls
+ON_A_LINE = 7  # extra queries that "auto" gives to the plain kernels, as it does on a GPU where keys are few
 ran: list = []  # functions of backends
 told: dict[str, list] = {}
 
@@ -339,7 +339,7 @@ choose_any = joint_room.choose
 
 
 def choose_dense(q, k, request, name, **how):
-    by_auto = "hopper" if q.shape[1] == ON_A_LINE else "cudnn"
+    by_auto = "triton" if q.shape[1] == ON_A_LINE else "cudnn"
     return choose_any(q, k, request, by_auto if name == "auto" else name, **how)
 
 
