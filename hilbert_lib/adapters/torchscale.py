@@ -149,8 +149,10 @@ class LongNetAttention(nn.Module):
         q, k, v = self.attention.project(tokens)
         if "prev_key" in state:
             k, v = (torch.cat([state[name].transpose(1, 2), x], 1) for name, x in (("prev_key", k), ("prev_value", v)))
-        state["prev_key"], state["prev_value"] = k.transpose(1, 2), v.transpose(1, 2)
         start = {"query_start": k.shape[1] - q.shape[1]} if k.shape[1] > q.shape[1] else {}
         attended = self.attention.attention(q, k, v, is_causal=True, **start).flatten(2)
         norm = self.attention.inner_norm
-        return self.attention.out_proj(attended if norm is None else norm(attended))
+        out = self.attention.out_proj(attended if norm is None else norm(attended))
+        # Last: a call that fails leaves the state as it was.
+        state["prev_key"], state["prev_value"] = k.transpose(1, 2), v.transpose(1, 2)
+        return out

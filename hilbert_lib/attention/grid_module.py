@@ -228,6 +228,8 @@ class NeighbourhoodAttention(ProjectedAttention):
             results = self._attend(q, k, v, tuple(grid), cache, options)
         out, *extra_out = results if return_extra else (results,)
         out = self.out_proj(out.flatten(2)).unflatten(1, box)
+        if cache is not None:
+            cache.advance(q.shape[1])  # last: a call that fails counts no tokens
         return (out, self.out_proj(extra_out[0].flatten(2))) if return_extra else out
 
     def _attend(self, q, k, v, grid: tuple[int, ...], cache: KeyValueCache | None, options: dict) -> object:
@@ -238,10 +240,7 @@ class NeighbourhoodAttention(ProjectedAttention):
             if is_shared or not (cache.is_empty and q.shape[1]):  # a call without cells has no grid of its own
                 k, v, grid = cache.k, cache.v, (cache.max_length,)
                 options = options | {"query_start": 0 if cache.is_empty else cache.lengths}
-        results = computed(q, k, v, self.neighbourhoods(grid), backend=self.backend, **options)
-        if cache is not None:
-            cache.advance(q.shape[1])
-        return results
+        return computed(q, k, v, self.neighbourhoods(grid), backend=self.backend, **options)
 
     def _check_windows(self) -> None:
         # The ring computes the windows of this module.

@@ -542,6 +542,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
         options = {"is_causal": is_causal} | {name: x for name, x in options.items() if x is not None}
         attended = self._attend(q, k, v, padding, cache, options).flatten(2)
         out = self.out_proj(attended if self.inner_norm is None else self.inner_norm(attended))
+        if cache is not None:
+            cache.advance(q.shape[1])  # last: a call that fails counts no tokens
         if query.dim() == 2:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
@@ -554,9 +556,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
         if not cache.is_empty:
             k, v = cache.k, cache.v
             options = options | {"query_start": cache.lengths}
-        attended = self.attention(q, k, v, padding, **options)
-        cache.advance(q.shape[1])
-        return attended
+        return self.attention(q, k, v, padding, **options)
 
     def _attend_nested(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         # In evaluation nn.TransformerEncoder makes nested tensors of padded sequences, and gives its layers no mask.

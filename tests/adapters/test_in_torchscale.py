@@ -119,6 +119,23 @@ def test_a_decoder_has_the_packages_outputs_and_decodes_them_token_by_token():
     torch.testing.assert_close(torch.cat(rows, 1), expected, rtol=1e-10, atol=1e-10)
 
 
+def test_a_step_that_fails_leaves_the_state_as_it_was(monkeypatch):
+    layer = replace_attention(layer_of(DilatedPattern((16,), (1,))))
+    x = torch.randn(1, 6, EMBED, dtype=torch.float64)
+    expected, _ = layer(x, x, x, is_causal=True)
+    state = {}
+    arguments = {"incremental_state": state, "is_causal": True}
+    prompt, *steps = x.split([4, 1, 1], 1)
+    rows = [layer(prompt, prompt, prompt, **arguments)[0]]
+    for step in steps:
+        with monkeypatch.context() as patched:
+            patched.setattr(layer.attention.out_proj, "forward", None)
+            with pytest.raises(TypeError):
+                layer(step, step, step, **arguments)
+        rows.append(layer(step, step, step, **arguments)[0])
+    torch.testing.assert_close(torch.cat(rows, 1), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_layer_keeps_what_it_was():
     layer = layer_of(ONE, layernorm_eps=1e-3).float().requires_grad_(False).train()
     layer.dropout = 0.25

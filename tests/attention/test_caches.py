@@ -9,6 +9,7 @@ from cases import refusals
 from torch import nn
 
 from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, NeighbourhoodAttention, Ordering
+from hilbert_lib.attention import grid_module
 from hilbert_lib.attention.caches import KeyValueCache
 
 pytestmark = pytest.mark.usefixtures("compiled_code_is_forgotten")
@@ -110,6 +111,33 @@ def test_a_prompt_and_the_tokens_after_it_are_those_of_the_whole_call(name, padd
         torch.testing.assert_close(found, whole, atol=1e-12, rtol=0)
         cache.reset()
         assert cache.is_empty
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["attention", "out_proj"])
+@pytest.mark.parametrize("name", ["keys of zeros", "window", "window, extra tokens"])
+def test_a_call_that_fails_counts_no_tokens(name, where, monkeypatch):
+    decoder = MODULES[name]()
+    rows, whole = sequences(decoder)
+    cache = decoder.module.make_cache(1, ROOM)
+    decoder.options = {option: x[:1] for option, x in decoder.options.items()}
+
+    def failing(*args, **options):
+        raise RuntimeError("out of memory")
+
+    found = []
+    for step in rows[0].split([5, 1, 3, 1, 7], dim=1):
+        with monkeypatch.context() as patched:
+            if where == "out_proj":
+                patched.setattr(decoder.module.out_proj, "forward", failing)
+            elif isinstance(decoder.module, NeighbourhoodAttention):
+                patched.setattr(grid_module, "computed", failing)
+            else:
+                patched.setattr(decoder.module.attention, "forward", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                decoder(step, cache=cache)
+        found.append(decoder(step, cache=cache)[0])
+    torch.testing.assert_close(torch.cat(found), whole[0], atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("make", [multihead, line])
