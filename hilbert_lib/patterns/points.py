@@ -24,7 +24,8 @@ class PointNeighbourhood(Pattern):
     Tokens are voxels, pixels of a mask or tiles of a slide, stored as `coordinates` are, in any order, without padding.
     Query x sees the keys y with x - w // 2 <= y <= x - w // 2 + w - 1 along each axis, in its own cloud. It is what
     "clip" is on a grid. Lists of the pairs are made once, here: make one of these for each cloud, and give it to every
-    layer. Make it outside of torch.compile and of CUDA graphs. It is compared and hashed by identity.
+    layer. Make it outside of torch.compile and of CUDA graphs. It is compared and hashed by identity. A compiled
+    function has two graphs for clouds of all sizes, and more for no point, for one, and for few that one tile holds.
 
     q, k, v, masks and the output are stored as coordinates are. Extra keys and extra queries belong to all clouds. Not
     served: dropout, a bias by offset, extra tokens of one cloud, several windows in a call. Positions in q and k, as by
