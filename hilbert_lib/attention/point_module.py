@@ -114,10 +114,13 @@ class PointAttention(ProjectedAttention):
         self.check_tokens("x", x, (2, 3), TOKENS)
         if points.has_keys != (keys is not None):
             allowed = "the tokens of the points' keys" if points.has_keys else "None where points have no keys"
-            raise ValueError(f"keys must be {allowed}, got {'None' if keys is None else tuple(keys.shape)}")
+            raise ValueError(f"keys must be {allowed}, got {type(keys).__name__}")
         for name, tokens in (("keys", keys), ("extra", extra)):
             if tokens is not None:
                 self.check_tokens(name, tokens, (x.dim(),), f"of {x.dim()} axes as x is, with embed_dim {{size}}")
+        for name, mask in (("key_padding_mask", key_padding_mask), ("extra_padding_mask", extra_padding_mask)):
+            if mask is not None:
+                checks.dense_tensor(name, mask)
         if checks.boolean("return_extra", return_extra) and extra is None:
             raise ValueError("return_extra must be False where extra is None, got True")
         if x.dim() == 2:
