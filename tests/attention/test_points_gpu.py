@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import POINT_CASES, TOLERANCE, assert_close, check_points, differentiated, drawn, points_of
 
-from hilbert_lib import PointNeighbourhood, attend, explain_backend
+from hilbert_lib import PointAttention, PointNeighbourhood, attend, explain_backend
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -104,6 +104,23 @@ def test_a_cuda_graph_replays_a_call_of_points_that_were_made_outside():
         x.copy_(torch.randn_like(x))
     graph.replay()
     assert out.equal(attend(q, k, v, points))
+
+
+@pytest.mark.parametrize("kind", ["odd", "keys"])
+def test_a_layer_over_points_has_its_outputs_on_a_gpu_too(kind, compiled_code_is_forgotten):
+    torch.manual_seed(0)
+    layer, points = PointAttention(64, 4, kv_heads=2), points_of(kind)
+    x = torch.randn(2, points.lists.queries, 64)
+    keys = torch.randn(2, points.lists.keys, 64) if points.has_keys else None
+    expected = layer(x, points, keys=keys)
+    right = [expected, *torch.autograd.grad(expected.square().sum(), list(layer.parameters()))]
+    layer, points, x, keys = layer.cuda(), points.to("cuda"), x.cuda(), None if keys is None else keys.cuda()
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        with torch.autocast("cuda", torch.bfloat16):
+            out = run(x, points, keys=keys)
+        found = [out, *torch.autograd.grad(out.float().square().sum(), list(layer.parameters()))]
+        for mine, exact in zip(found, right, strict=True):
+            assert (mine.detach().cpu().float() - exact).norm() <= 2e-2 * exact.norm()
 
 
 def test_points_on_another_device_are_refused_by_name():
