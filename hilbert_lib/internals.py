@@ -414,6 +414,17 @@ def _small_tiles(block_size: int) -> object:
     return SmallTiles()
 
 
+def multiplies_by_amx() -> bool:
+    """Whether oneDNN, which torch computes with on a CPU, multiplies bfloat16 by the matrix unit of some Intel CPUs.
+
+    Read in torch 2.13: torch.cpu. Without it: False; `estimate_memory` then leaves out copies of k and v. A limit in
+    `ONEDNN_MAX_CPU_ISA` switches the unit off unless it names it.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX")
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return not WITHOUT_INTERNALS and supported is not None and "AMX" in limit.upper() and supported()
+
+
 def flex_tiles_within(block_size: int) -> AbstractContextManager:
     """A context: FlexAttention is compiled, by this thread, with tiles of at most so many rows and columns.
 

@@ -26,7 +26,7 @@ from hilbert_lib.attention.joint import beside, joint_call, joint_refusal
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
-from hilbert_lib.internals import dense_operators, dispatch_mode
+from hilbert_lib.internals import dense_operators, dispatch_mode, multiplies_by_amx
 from hilbert_lib.limits.memory import GB, device_or_default
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.all_pairs import AllPairs
@@ -443,7 +443,8 @@ def _inside(operator: Callable, args: tuple) -> int:
     if operator.overloadpacket is dense_operators.flash_attention_for_cpu:
         q, k = args[:2]
         block = _rows_of_block(q) * (min(512, k.shape[2]) + 2 + q.shape[3])  # scores, their sums and largest, output
-        return torch.get_num_threads() * block * WORKING_DTYPE[q.dtype].itemsize
+        copies = 2 * k.shape[2] * q.shape[3] * q.itemsize * q.shape[0] * q.shape[1] if _copies_keys(q, k) else 0
+        return copies + torch.get_num_threads() * block * WORKING_DTYPE[q.dtype].itemsize
     if operator.overloadpacket is dense_operators.flash_attention_for_cpu_backward:
         copy = 0 if args[0].transpose(1, 2).is_contiguous() else args[0].nbytes  # of dout
         q, k = args[1:3]
@@ -454,6 +455,15 @@ def _inside(operator: Callable, args: tuple) -> int:
         widest = max((x.element_size() for x in terms), default=0)
         return sum(x.numel() * widest for x in terms if x.element_size() < widest)
     return 0
+
+
+def _copies_keys(q: Tensor, k: Tensor) -> bool:
+    """Whether torch's kernel for the CPU copies k and v, in the form in which AMX multiplies (seen in torch 2.13)."""
+    if q.dtype != torch.bfloat16 or min(q.shape[2], k.shape[2]) < 64 or not multiplies_by_amx():
+        return False
+    sequences, rows = q.shape[0] * q.shape[1], _rows_of_block(q)
+    blocks_of_a_thread = -(-sequences * -(-q.shape[2] // rows) // torch.get_num_threads())
+    return blocks_of_a_thread * rows >= 4 * sequences
 
 
 def _rows_of_block(q: Tensor) -> int:
