@@ -74,8 +74,8 @@ DIRECTIONS = (
         "000, 002",
         "adaptive order",
         ANSWERED,
-        "who stores tokens chooses, once: row by row below window {least_window_64} on 64 x 64, a curve from there on; "
-        "lists over points choose inside",
+        "who stores tokens chooses, once: for blocks of 128 row by row below window {map_least_128_64} on 64 x 64 and "
+        "{map_least_128_128} on 128 x 128, a curve from there on; lists over points choose inside",
         ("08_where_a_curve_pays", "14_directions"),
         ("B8",),
     ),

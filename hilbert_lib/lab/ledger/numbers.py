@@ -22,7 +22,7 @@ from hilbert_lib.lab.cache.annealing import annealing_table
 from hilbert_lib.lab.cache.bound import BOUND, BRICKS, count_bound
 from hilbert_lib.lab.cache.in_print import count_tiles, count_windows
 from hilbert_lib.lab.cache.neighbourhood import least_window
-from hilbert_lib.lab.cache.order_map import HILBERT
+from hilbert_lib.lab.cache.order_map import APART, HILBERT
 from hilbert_lib.lab.cache.points import HALVED
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.inside.steps import LIBRARY, STEP_SWEEP, STEPS
@@ -52,11 +52,13 @@ from hilbert_lib.lab.sweeps.contexts import DECODING, STEP, TORCHSCALE
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.in_print import FUSED, OURS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
+from hilbert_lib.lab.sweeps.learning import TEXT
 from hilbert_lib.lab.sweeps.points import POINT_SWEEP
 from hilbert_lib.lab.sweeps.processes import process_table
 from hilbert_lib.lab.sweeps.video import step_table
 from hilbert_lib.lab.tables import both_ways, fused_name, side_table
 from hilbert_lib.lab.training import KIND as TRAINING
+from hilbert_lib.lab.training import learning_table
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
@@ -92,6 +94,7 @@ def numbers() -> dict[str, str]:
         **_contexts(),
         **_timed_map(),
         **_video(),
+        **_options(),
         **_orders_of_grids(),
         **_searched_and_approximated(),
         **_learnt_orders(committed_records(DIRECTIONS), "learnt"),
@@ -380,11 +383,11 @@ def _points() -> dict:
 
 
 def _timed_points() -> dict[str, str]:
-    """Time of patches, and of FlexAttention in its fastest order and block, over that of lists; and of FlexAttention's
+    """Time of patches, of boxes, and of FlexAttention in its fastest order and block, over that of lists; and of its
     blocks of 128 over cells stored row by row over that in Hilbert order. Of the record of notebook 13.
     """
     found, slots = committed_records("13_points"), {}
-    for kernel in ("patches", "blocks"):
+    for kernel in ("patches", "blocks", "boxes"):
         slots |= _ends(f"points_{kernel}", kernels.over_lists(found, kernel).value)
     case = ["direction", "cloud", "points", "window", "head_dim"]
     by_order = kernels.ratios(found, sweep=POINT_SWEEP).pivot(index=case, columns="base", values="value")
@@ -409,12 +412,15 @@ def _contexts() -> dict[str, str]:
 
 
 def _timed_map() -> dict[str, str]:
-    """Gain of Hilbert order over rows in FlexAttention's blocks, without a dilation; and by block and side of the grid
-    the least window from which on it gains. Of the record of notebook 08.
+    """Gain of Hilbert order over rows in FlexAttention's blocks, without a dilation and with one, there with residues
+    apart too; and by block and side of the grid the least window from which on it gains. Of the record of notebook 08.
     """
-    gains = map_gains(committed_records("08_where_a_curve_pays"))
-    gains = gains[(gains.kernel == "blocks") & (gains.order == HILBERT) & (gains.dilation == 1)]
-    slots = {"map_works": str(len(gains)), **_ends("map", gains.value)}
+    gains = map_gains(committed_records("08_where_a_curve_pays")).query("kernel == 'blocks'")
+    is_dilated, is_along = gains.dilation > 1, gains.order == HILBERT
+    slots = _ends("map_dilated", gains[is_dilated & is_along].value)
+    slots |= _ends("map_apart", gains[is_dilated & (gains.order == APART)].value)
+    gains = gains[is_along & ~is_dilated]
+    slots |= {"map_works": str(len(gains)), **_ends("map", gains.value)}
     for (block, side), cells in gains.groupby(["block_size", "side"]):
         behind = cells.window[cells.low <= 1].max()
         slots[f"map_least_{int(block)}_{side}"] = f"{cells.window[~(cells.window <= behind)].min():.0f}"
@@ -434,9 +440,20 @@ def _steps() -> dict[str, str]:
 
 
 def _video() -> dict[str, str]:
-    """Share of all pairs that a denoising step of a video model computes, in percent; and its inverse."""
-    step = step_table([]).iloc[-1]
-    return {"video_share": f"{100 * step.share:.1f}", "video_promised": f"{step.promised:.1f}"}
+    """Share of all pairs that a denoising step of a video model computes, in percent; its inverse; and the gain."""
+    step = step_table(committed_records("06c_options")).iloc[-1]
+    slots = {"video_share": f"{100 * step.share:.1f}", "video_promised": f"{step.promised:.1f}"}
+    return slots | {"video_gain": f"{step.times:.1f}"}
+
+
+def _options() -> dict[str, str]:
+    """Of the claims on options the cases, those that hold, and the least and largest value."""
+    slots = {}
+    for name, claim in {"kept": "O1", "ahead": "O2"}.items():
+        cases = answer(LEDGER[claim]).cases
+        slots |= {f"options_{name}": str(int(cases.as_claimed.sum())), f"options_{name}_of": str(len(cases))}
+        slots |= _ends(f"options_{name}", cases.value, ".3g")
+    return slots
 
 
 def _orders_of_grids() -> dict:
@@ -535,7 +552,9 @@ def _timed_in_print() -> dict[str, str]:
 
 
 def _learning() -> dict[str, str]:
-    """Held-out losses of models that learn and of their twins, and the smallest difference over the spread of seeds."""
+    """Held-out losses of models that learn and of their twins, and the smallest difference over the spread of seeds; of
+    text those of dense attention and of windows, too.
+    """
     found = answer(LEDGER["L1"])
     slots = {"learning_verdict": found.verdict}
     for case in found.cases.to_dict("records"):
@@ -546,7 +565,8 @@ def _learning() -> dict[str, str]:
             f"{name}_low": f"{case['low']:.1f}",
         }
         slots[f"learning_weights_{case['learns from']}"] = f"{case['weights']:,}"
-    return slots
+    of_text = learning_table(committed_records("10_in_a_model"), TEXT).groupby("name").loss.mean()
+    return slots | {f"learning_text_{name}": f"{of_text[name]:.3g}" for name in ("dense", "windows")}
 
 
 def _claims() -> dict:
