@@ -37,7 +37,7 @@ CLAIMS = (
         measure=options.over_others,
         claimed=(Band(least=1.0),),
         verdict="does not hold (71 of 81 cases)",
-        note="options that no other way serves have no case",
+        note="options that no other way serves have no case; NATTEN and FlashAttention's packages were not installed",
     ),
     Claim(
         "O3",
