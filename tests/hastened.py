@@ -1,9 +1,13 @@
 """Triton's interpreter at a third of its time, for tests: what follows from types alone is found once for each of them.
 
+A kernel's source is read once a file, by Python's own parser: Triton looks for each function's end twice, in Python.
+
 It leaves out what finds nothing at the sizes of tests: additions are not computed again in 64 bits, and numpy's numbers
 are not asked whether they are wider than their types. What a kernel computes stays the same to the bit.
 """
 
+import ast
+import linecache
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -24,6 +28,7 @@ OF_WIDE_STEPS = {"bf16", "fp8e5", "fp8e4nv"}  # which numpy does not have, and h
 CONVERSIONS = {f"create_{name}" for name in ("int_cast", "si_to_fp", "ui_to_fp", "fp_ext", "splat", "broadcast")}
 TILES = {}  # all that a type of tiles holds, by the name of its elements and its sides
 NUMPY_TYPES = {}  # numpy's, by the names of Triton's
+NO_CONSTANTS = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, type(None), str, *NUMBERS}
 ELEMENTS = {}  # what pointers point to, by the name of their handle's type
 
 
@@ -37,11 +42,31 @@ def hasten() -> None:
     interpreter.TensorHandle.set_attr = set_attribute
     interpreter.TensorHandle.get_element_ty = element_of
     tl.dtype.facts = FactsOfANumber()
+    tl.dtype.__eq__ = is_same_type
     interpreter._get_np_dtype = numpy_type
     interpreter._patch_attr = set_builtin
     interpreter._patch_lang = language_changes()
     # The language is changed where a kernel is started, for the functions that it calls too.
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **named: self.rewrite()(*args, **named)
+    interpreter.FunctionRewriter.rewrite_ast = rewritten
+
+
+@cache
+def definitions(source: str) -> dict[int, ast.FunctionDef]:
+    """The functions at the top of a file, by the lines where they begin, decorators included."""
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {min(part.lineno for part in (node, *node.decorator_list)): node for node in found}
+
+
+def rewritten(rewriter: interpreter.FunctionRewriter, *, own=interpreter.FunctionRewriter.rewrite_ast) -> Callable:
+    """A kernel in which what is assigned is a tensor; Triton rewrites those that are not at the top of a file."""
+    code = rewriter.fn.__code__
+    # Taken, since it is changed.
+    node = definitions("".join(linecache.getlines(code.co_filename))).pop(code.co_firstlineno, None)
+    if node is None or node.name != code.co_name:
+        return own(rewriter)
+    rewriter.filename, node.decorator_list = code.co_filename, []
+    return rewriter._compile_and_exec(ast.fix_missing_locations(ast.Module([rewriter.ast_transformer.visit(node)], [])))
 
 
 class Semantic(TritonSemantic):
@@ -302,7 +327,12 @@ def element_of(handle: interpreter.TensorHandle, *, own=interpreter.TensorHandle
 
 def unwrapped(x, *, own=core._unwrap_if_constexpr):
     """What is no constant is what it is."""
-    return x if type(x) is tl.tensor else own(x)
+    return x if type(x) in NO_CONSTANTS else own(x)
+
+
+def is_same_type(self, other) -> bool:
+    """Whether two types, neither of tiles nor of pointers, are the same."""
+    return self is other or (isinstance(other := unwrapped(other), tl.dtype) and self.name == other.name)
 
 
 def set_builtin(place, name: str, member: Callable, _builder, scope) -> None:
