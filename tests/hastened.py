@@ -75,11 +75,14 @@ class Semantic(TritonSemantic):
     def __init__(self, builder: interpreter.InterpreterBuilder):
         super().__init__(builder)
         self.constants, self.operands, self.widened, self.casts = {}, {}, {}, {}
+        self.numbers = {}  # of constants, which live to the end, by their ids
+        self.loaded, self.instead = {}, {}  # types of what is read; what stands where nothing is read
 
     def scalar_constant(self, value, dtype):
         key = type(value), value, dtype.name
         if key not in self.constants:
             self.constants[key] = kept(super().scalar_constant(value, dtype))
+            self.numbers[id(self.constants[key])] = key
         return self.constants[key]
 
     def cast(self, x, dtype, rounding=None):
@@ -108,6 +111,34 @@ class Semantic(TritonSemantic):
             return found
         for_left, for_right = self.operands[key]
         return self.broadcast_impl_value(self.cast_or_known(left, for_left), self.cast_or_known(right, for_right))
+
+    def load(self, pointers, mask, other, *options):
+        boundary_check, padding, *_ = options
+        if not pointers.type.is_block() or boundary_check or padding or pointers.dtype.element_ty == tl.int1:
+            return super().load(pointers, mask, other, *options)
+        key = pointers.type.name, *(None if x is None else x.type.name for x in (mask, other))
+        if key not in self.loaded:
+            result = super().load(pointers, mask, other, *options)
+            self.loaded[key] = result.type
+            return result
+        if mask is None:
+            handle = self.builder.create_load(pointers.handle, None, None, False)
+        else:
+            pointers, mask = self.broadcast_impl_value(pointers, mask)
+            instead = None if other is None else self.numbers_instead(pointers, other)
+            handle = self.builder.create_masked_load(pointers.handle, mask.handle, instead, None, None, False)
+        return tl.tensor(handle, self.loaded[key])
+
+    def numbers_instead(self, pointers, other) -> interpreter.TensorHandle:
+        """A number for each pointer, for where nothing is read; of a constant they are found once."""
+        key = self.numbers.get(id(other)), pointers.type.name
+        if key not in self.instead:
+            _, wide = self.broadcast_impl_value(pointers, other)
+            handle = self.cast(wide, pointers.dtype.element_ty).handle
+            if key[0] is None:
+                return handle
+            self.instead[key] = handle
+        return self.instead[key]
 
     def cast_or_known(self, x, known: tl.tensor | tl.dtype) -> tl.tensor:
         return known if type(known) is tl.tensor else self.cast(x, known)

@@ -1,21 +1,28 @@
-"""What the tests' faster interpreter has in the place of Triton's operators gives the same bits."""
+"""What the tests' faster interpreter has in the place of Triton's gives the same bits."""
 
+import importlib
+from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 from hilbert_lib.machine import kernel_mode
 
 if kernel_mode() != "interpreted":
     pytest.skip("kernels are not interpreted here", allow_module_level=True)
 
+import hastened
+import interpreted
 import triton.language as tl
 from hastened import OPERATORS
 from triton.language import core
 from triton.runtime import interpreter
 
 TRITONS = {name: getattr(tl.tensor, name) for name in (*OPERATORS, "__getitem__")}
+TRITONS_REWRITING = hastened.rewritten.__kwdefaults__["own"]
 DTYPES = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.float32, tl.bfloat16, tl.pointer_type(tl.float32))
 SIDES = ((4, 1), (1, 2), (4, 2))
 NUMBERS = (3, -2, 2.5, True, 2**40)
@@ -69,3 +76,40 @@ def test_a_tile_with_new_axes_is_tritons(places):
         wanted = told(TRITONS["__getitem__"], each, places, _semantic=interpreter.interpreter_semantic)
         for _ in range(2):
             assert told(tl.tensor.__getitem__, each, places) == wanted
+
+
+@pytest.mark.parametrize("module", ["forward", "grid", "lists", "rows", "decode"])
+def test_a_kernel_is_rewritten_as_triton_does(module):
+    module = importlib.import_module(f"hilbert_lib.attention.triton.{module}")
+    hastened.definitions.cache_clear()  # what is rewritten is taken from there
+    kernels = [x for x in vars(module).values() if isinstance(x, interpreter.InterpretedFunction)]
+    assert kernels
+    for kernel in kernels:
+        found, wanted = (rewrite(kernel.rewriter) for rewrite in (hastened.rewritten, TRITONS_REWRITING))
+        assert found.__code__ == wanted.__code__
+        assert found.__defaults__ == wanted.__defaults__
+
+
+@pytest.mark.parametrize(
+    ("mask", "other"), [(None, None), *product([(4, 2), (4, 1)], [None, 0.0, 0.5, (1, 2)])], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_what_is_read_is_what_triton_reads(monkeypatch, dtype, other, mask):
+    monkeypatch.setattr(interpreted, "THROUGH_TABLES", Mock(__contains__=lambda *_: True))  # no kernel is started
+    memory = torch.tensor([1.5, 0.0, 3.0, -1.0, 0.0, 2.0, 7.0, 8.0]).to(dtype)
+    semantic, of_triton = interpreter.interpreter_semantic, super(hastened.Semantic, interpreter.interpreter_semantic)
+    pointed = tl.pointer_type({torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.bool: tl.int1}[dtype])
+    addresses = memory.data_ptr() + memory.element_size() * np.arange(8, dtype=np.uint64).reshape(4, 2)
+    pointers = tl.tensor(interpreter.TensorHandle(addresses, pointed), tl.block_type(pointed, [4, 2]))
+    if isinstance(other, tuple):
+        other = tile(tl.int32, other)
+    if isinstance(other, float):
+        other = semantic.to_tensor(other)
+    if mask is not None:
+        shown = np.arange(8).reshape(4, 2)[: mask[0], : mask[1]] % 3 > 0
+        mask = tl.tensor(interpreter.TensorHandle(shown, tl.int1), tl.block_type(tl.int1, list(mask)))
+    operands = pointers, mask, other, (), "", "", "", False
+    wanted = told(of_triton.load, *operands)
+    assert not isinstance(wanted[0], type), wanted
+    for _ in range(3):
+        assert told(semantic.load, *operands) == wanted
