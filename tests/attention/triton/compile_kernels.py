@@ -9,14 +9,14 @@ move a kernel and change it. A process of its own: where TRITON_INTERPRET is set
 import hashlib
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from functools import lru_cache
 from io import StringIO
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import torch
 import triton
@@ -560,43 +560,73 @@ def portable_kernels(architecture: int) -> dict[str, tuple]:
     return of_sequences | of_grids | of_lists
 
 
-@lru_cache(maxsize=1)  # several facts of one kernel follow from it
-def sass_of(kernel) -> str:
-    """The machine code as nvdisasm prints it; targets of indirect jumps, which take long to find, are left out."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+def machine_codes(cubins: list[bytes], architecture: int) -> list[str]:
+    """The machine code of each kernel as nvdisasm prints it, with a label wherever a jump goes.
+
+    nvdisasm takes longer to start than to print a kernel: it is started once, on the code of all of them. Targets of
+    indirect jumps, which take long to find, are left out.
+    """
+    codes = list(map(code_of, cubins))
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
         file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        target = f"SM{architecture}{'a' if architecture >= 90 else ''}"
+        command = [triton.knobs.nvidia.nvdisasm.path, "--binary", target, "-ndf", file.name]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = [line for line in printed.splitlines() if ADDRESS.match(line)]
+    ends = [n // INSTRUCTION_BYTES for n in accumulate(map(len, codes), initial=0)]
+    assert len(lines) == ends[-1], "nvdisasm prints each instruction on a line of its own"
+    return [labelled(lines[begin:end]) for begin, end in pairwise(ends)]
+
+
+def code_of(cubin: bytes) -> bytes:
+    """The machine code in an ELF file of one kernel."""
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
+    # Of each section where its name stands among the names, where it begins, and how long it is.
+    headers = [struct.unpack_from("<I20x2Q", cubin, sections + n * size) for n in range(count)]
+    names = headers[of_names][1]
+    (code,) = (cubin[at : at + length] for name, at, length in headers if cubin.startswith(b".text.", names + name))
+    return code
+
+
+def labelled(lines: list[str]) -> str:
+    """Lines of raw code, whose jumps go to addresses, in the form of a file's, whose jumps go to labels."""
+    targets = {int(jump[2], 16) for line in lines if (jump := JUMP.search(line))}
+    found = []
+    for line in lines:
+        address = int(ADDRESS.match(line)[1], 16)
+        if address in targets:
+            found.append(f".L_x_{address}:")
+        found.append(JUMP.sub(lambda jump: f"{jump[1]}`(.L_x_{int(jump[2], 16)})", line))
+    return "\n".join(found)
 
 
 def of_warp_specialised(kernel, ptxas_log: str) -> dict:
-    """How many programs an H100's multiprocessor holds, how often a product waits, and what stands in the loops."""
+    """How many programs an H100's multiprocessor holds, and how often a product waits."""
     # The assembler of Triton 3.9 calls itself ptxas-blackwell.
     assert re.search(r"ptxas\S* info", ptxas_log), "without its words no wait would be counted"
-    ptx, sass = kernel.asm["ptx"], sass_of(kernel)
+    ptx = kernel.asm["ptx"]
     registers, threads = (int(re.search(rf"\.{size} (\d+)", ptx)[1]) for size in ("maxnreg", "reqntid"))
-    # Each loop of a forward from the wait for scores to that for the product with v, held late.
-    loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
     return {
         "programs": min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024)),
         "serialized": ptxas_log.count("are serialized"),
-        "exponentials": [loop.count("MUFU.EX2") for loop in loops],
-        **held_operands(sass),
     }
 
 
-def resources(kernel, ptxas_log: str) -> dict:
-    """Registers of a thread, bytes that it keeps in memory beside them, and how often loops of products move these."""
+def of_their_loops(sass: str) -> dict:
+    """What stands in the loops of a warp-specialised kernel."""
+    # Each loop of a forward from the wait for scores to that for the product with v, held late.
+    loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
+    return {"exponentials": [loop.count("MUFU.EX2") for loop in loops], **held_operands(sass)}
+
+
+def resources(ptxas_log: str) -> dict:
+    """Registers of a thread, and bytes that it keeps in memory beside them."""
     (registers,), (spilled,) = (
         re.findall(wanted, ptxas_log) for wanted in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     )
-    spilled = int(spilled)
-    return {
-        "registers": int(registers),
-        "spilled": spilled,
-        "in loops": kept_in_memory(sass_of(kernel)) if spilled else 0,
-    }
+    return {"registers": int(registers), "spilled": int(spilled)}
 
 
 def unjoined_arrivals(ptx: str) -> int:
@@ -612,25 +642,49 @@ def unjoined_arrivals(ptx: str) -> int:
     return count
 
 
-def facts(name: str, call: tuple, architecture: int) -> dict:
-    """What a kernel's speed and exactness rest on, and a hash of its PTX. call: its value in `kernels_for`."""
+def compiled_and_logged(call: tuple, architecture: int) -> tuple:
+    """A kernel as Triton compiles it, and what ptxas says of it. call: its value in `kernels_for`."""
     kernel, *rest = call
     with redirect_stdout(StringIO()) as log:
         made = compiled(kernel, *rest, architecture)
-    ptx = made.asm["ptx"]
-    assert "hilbert_lib" not in ptx, "a name of a module in the PTX changes with the module's place"
-    return {
-        "triton": triton.__version__,
-        "hash": f"{architecture} {name}: {hashlib.sha256(ptx.encode()).hexdigest()[:16]}",
-        "shared": made.metadata.shared,
-        **resources(made, log.getvalue()),
-        "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
-        "overwritten": overwritten_tiles(made.asm["ttgir"]),
-        "transposed": transposed_products(made.asm["ttgir"]),
-        "narrow": narrow_products(made.asm["ttgir"]),
-        "unjoined": unjoined_arrivals(ptx),
-        **(of_warp_specialised(made, log.getvalue()) if name.startswith("hopper") else {}),
-    }
+    assert "hilbert_lib" not in made.asm["ptx"], "a name of a module in the PTX changes with the module's place"
+    return made, log.getvalue()
+
+
+def hash_of(name: str, made, architecture: int) -> str:
+    return f"{architecture} {name}: {hashlib.sha256(made.asm['ptx'].encode()).hexdigest()[:16]}"
+
+
+def facts(calls: dict[str, tuple], architecture: int) -> dict[str, dict]:
+    """What the speed and exactness of some kernels rest on, and a hash of their PTX. calls: as `kernels_for` has them.
+
+    "in loops": how often loops of products move registers that are kept in memory.
+    """
+    found, cubins = {}, {}
+    for name, call in calls.items():
+        made, ptxas_log = compiled_and_logged(call, architecture)
+        ptx, ttgir = made.asm["ptx"], made.asm["ttgir"]
+        found[name] = {
+            "triton": triton.__version__,
+            "hash": hash_of(name, made, architecture),
+            "shared": made.metadata.shared,
+            **resources(ptxas_log),
+            "in loops": 0,
+            "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
+            "overwritten": overwritten_tiles(ttgir),
+            "transposed": transposed_products(ttgir),
+            "narrow": narrow_products(ttgir),
+            "unjoined": unjoined_arrivals(ptx),
+            **(of_warp_specialised(made, ptxas_log) if name.startswith("hopper") else {}),
+        }
+        if found[name]["spilled"] or name.startswith("hopper"):
+            cubins[name] = made.asm["cubin"]
+    for name, sass in zip(cubins, machine_codes(list(cubins.values()), architecture) if cubins else (), strict=True):
+        if found[name]["spilled"]:
+            found[name]["in loops"] = kept_in_memory(sass)
+        if name.startswith("hopper"):
+            found[name] |= of_their_loops(sass)
+    return found
 
 
 # A forward and a backward of each file, which take seconds.
@@ -664,6 +718,9 @@ INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"
 )
+INSTRUCTION_BYTES = 16  # of machine code, since Volta
+ADDRESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/ ")  # how nvdisasm begins an instruction
+JUMP = re.compile(r"(\bBRA\b.*?)\b0x([0-9a-f]+)(?=\s*;)")
 
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
@@ -679,9 +736,10 @@ if __name__ == "__main__":
             calls = kernels_for(architecture)
         if which == "sample":
             calls = {name: call for name, call in calls.items() if name in SAMPLE}
-        print(json.dumps({name: facts(name, call, architecture) for name, call in calls.items()}))
+        print(json.dumps(facts(calls, architecture)))
     else:
         print("triton", triton.__version__)
         for architecture in ARCHITECTURES:
             for name, call in kernels_for(architecture).items():
-                print(facts(name, call, architecture)["hash"], flush=True)
+                made, _ = compiled_and_logged(call, architecture)
+                print(hash_of(name, made, architecture), flush=True)
