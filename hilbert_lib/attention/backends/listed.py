@@ -218,14 +218,21 @@ def _kernel_limits(q: Tensor, request: Request) -> str:
 
 
 def kernel_workspace(
-    arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+    arguments: tuple, request: Request, direction: str, device: torch.device, returned: int, tiles: int | None = None
 ) -> dict[str, int]:
-    """The scratch of `lists_launch.py`. Interpreted kernels count as compiled ones."""
+    """The scratch of `lists_launch.py`. Interpreted kernels count as compiled ones.
+
+    tiles: as of `lists_launch.is_at_once`; None for those of the request.
+    """
     if direction == "forward":
         return {}
     from hilbert_lib.attention.triton import lists_launch  # triton is imported only where a kernel is used
 
     inputs = Tensors(*arguments[1])
+    if tiles is None:
+        tiles = max(map(len, request.lists[2::4]))
+    if lists_launch.is_at_once(inputs, tiles):
+        return {}
     workspace = {"lse and delta": 8 * inputs.q.numel() // inputs.q.shape[3]}
     if splits := lists_launch.splits_of(inputs):
         workspace["parts of the gradients of extra keys, float32"] = 2 * 4 * splits * inputs.extra_k.numel()

@@ -22,6 +22,8 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 
+# Of a short call: of more cells, or more pairs in all heads and sequences, the device takes longer than the host.
+MOST_CELLS, MOST_PAIRS = 1024, 2**19
 NOTE = "kernels that walk over lists of keys, made once for each grid and kept"
 
 
@@ -38,6 +40,22 @@ def heads_by_patterns(pattern: HeadNeighbourhoods | Union) -> dict[Patterns, tup
     for head, patterns in enumerate(by_head):
         heads[patterns] = (*heads.get(patterns, ()), head)
     return heads
+
+
+def is_short(q: Tensor, request: Request) -> bool:
+    """Whether a call on a grid takes its host longer than its device: "lists" has one launch each way, others several.
+
+    Not of parts of a grid, which would each need lists of their own, nor of heads with different windows, which are
+    copied.
+    """
+    parts = patterns_of(request.pattern)
+    if not all(isinstance(part, HeadNeighbourhoods) for part in parts):
+        return False
+    if request.part is not None or request.slots is not None or request.has_bias or parts[0].length > MOST_CELLS:
+        return False
+    sets = heads_by_patterns(request.pattern)
+    pairs = sum(near.pairs for near in next(iter(sets)))
+    return len(sets) == 1 and q.shape[0] * q.shape[2] * pairs <= MOST_PAIRS
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -122,13 +140,19 @@ def _lists_bytes(request: Request) -> int:
     return sum(grid_lists.lists_bytes(patterns, _box(request)) for patterns in heads_by_patterns(request.pattern))
 
 
+def _tiles(patterns: Patterns, request: Request) -> int:
+    # Of the lists, or of those turned round where these are more.
+    return max(grid_lists.count_tiles(patterns, _box(request), is_turned=is_turned) for is_turned in (False, True))
+
+
 def _workspace(
     arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
     # The lists are kept for later calls. Where windows differ by head, each set of heads is copied, with its results.
     workspace = {"lists": _lists_bytes(request)}
-    workspace |= listed.kernel_workspace(arguments, request, direction, device, returned)
     sets = heads_by_patterns(request.pattern).values()
+    tiles = max(_tiles(patterns, request) for patterns in heads_by_patterns(request.pattern))
+    workspace |= listed.kernel_workspace(arguments, request, direction, device, returned, tiles)
     if len(sets) == 1:
         return workspace
     inputs = Tensors(*(arguments[0] if direction == "forward" else arguments[1]))

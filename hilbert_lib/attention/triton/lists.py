@@ -94,6 +94,27 @@ def _of_row(lse_and_delta, at, exists):
 
 
 @triton.jit
+def _as_weighed(lse_row, delta_row):
+    """lse to base 2 and delta of rows. Those without keys get +inf and 0: weights are 0, and dlse reaches nobody."""
+    delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)  # [rows]
+    return tl.where(lse_row == float("-inf"), float("inf"), lse_row), delta_row
+
+
+@triton.jit
+def _row_of_out(out, lse, dlse, d_tile, query, exists, h, heads, q_rows, HEAD_DIM: tl.constexpr):
+    """What `_of_row` gives of some queries, from out, lse and dlse, or None, of one sequence. d_tile: their dout."""
+    dims = tl.arange(0, d_tile.shape[1])  # [BLOCK_D]
+    mask = exists[:, None] & (dims[None, :] < HEAD_DIM)  # [rows, BLOCK_D]
+    out_ptrs = out + ((query * heads + h) * HEAD_DIM)[:, None] + dims[None, :]  # [rows, BLOCK_D]
+    o_tile = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)  # [rows, BLOCK_D]
+    delta_row = tl.sum(o_tile * d_tile.to(tl.float32), 1)  # [rows]
+    at = h * q_rows + query  # [rows]
+    if dlse is not None:
+        delta_row -= tl.load(dlse + at, mask=exists, other=0.0)
+    return _as_weighed(tl.load(lse + at, mask=exists, other=float("-inf")) * LOG2_E, delta_row)
+
+
+@triton.jit
 def _walk(
     q_tile, d_tile, lse_row, delta_row, k_head, v_head, extra_k_head, extra_v_head, listed, words, padding,
     extra_padding, places, first, last, extra, scale, stride_kn, stride_vn, stride_en, stride_fn,
@@ -224,11 +245,12 @@ def _key_walk(
     k_tile, v_tile, q_head, d_head, lse_and_delta, listed, words, places, has_weight, first_head, group, first, last,
     q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr,
-    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr, out=None, lse=None, dlse=None, heads=0,
 ):  # fmt: skip
     """dk, without the scale, and dv of some keys, over the queries of tiles first to last - 1 in all heads of a group.
 
-    With EXTRA these are rows in order. With CAREFUL a value that is not finite reaches only those who see it.
+    With EXTRA these are rows in order. With CAREFUL a value that is not finite reaches only those who see it. Without
+    lse_and_delta these are computed from out, lse and dlse.
     """
     PARTS: tl.constexpr = LISTED // BLOCK_M
     dims = tl.arange(0, k_tile.shape[1])  # [BLOCK_D]
@@ -255,7 +277,12 @@ def _key_walk(
             d_ptrs = d_head + h * stride_dh + query[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
             q_tile = tl.load(q_ptrs, mask=query_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
             d_tile = tl.load(d_ptrs, mask=query_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            lse_row, delta_row = _of_row(lse_and_delta, h * q_rows + query, is_query)  # [BLOCK_M] each
+            if lse_and_delta is None:
+                lse_row, delta_row = _row_of_out(
+                    out, lse, dlse, d_tile, query, is_query, h, heads, q_rows, HEAD_DIM
+                )  # [BLOCK_M] each
+            else:
+                lse_row, delta_row = _of_row(lse_and_delta, h * q_rows + query, is_query)  # [BLOCK_M] each
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             weights = tl.where(
                 allowed, tl.exp2(scores * (scale * LOG2_E) - lse_row[None, :]), 0.0
@@ -267,6 +294,52 @@ def _key_walk(
                 slopes = tl.where(allowed, slopes, 0.0)  # [BLOCK_N, BLOCK_M]
             dk_acc = tl.dot(slopes.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk_acc, dv_acc
+
+
+@triton.jit
+def _gradients_of_keys(
+    q, k, v, dout, lse_and_delta, dk, dv, listed, words, padding, scale,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    heads, group, q_rows, keys, b, to_b, g, places, row, exists, first, last,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, PADDING: tl.constexpr,
+    EXTRA: tl.constexpr, PRECISION: tl.constexpr, out=None, lse=None, dlse=None,
+):  # fmt: skip
+    """Store dk and dv of some keys of sequence b and KV head g in the place of sequence to_b. As `_key_walk` else."""
+    kv_heads = heads // group
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
+    row_mask = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
+    k_ptrs = k + b * stride_kb + g * stride_kh + row[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    v_ptrs = v + b * stride_vb + g * stride_vh + row[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    k_tile = tl.load(k_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    v_tile = tl.load(v_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+    has_weight = exists  # [BLOCK_N]
+    if PADDING:
+        has_weight &= tl.load(padding + b * keys + row, mask=exists, other=1) == 0
+    q_head, d_head = q + b * stride_qb, dout + b * stride_db
+    if lse_and_delta is None:
+        out += b * q_rows * heads * HEAD_DIM
+        lse += b * heads * q_rows
+        if dlse is not None:
+            dlse += b * heads * q_rows
+    else:
+        lse_and_delta += b * heads * q_rows
+    dk_acc, dv_acc = _key_walk(  # [BLOCK_N, BLOCK_D] each
+        k_tile, v_tile, q_head, d_head, lse_and_delta, listed, words, places, has_weight,
+        g * group, group, first, last, q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
+        HEAD_DIM, OWN, BLOCK_M, PADDING, EXTRA, False, PRECISION, out, lse, dlse, heads,
+    )  # fmt: skip
+    # 0 * NaN is NaN: a row of v that is not finite has no slope where nobody sees it.
+    if tl.max(((dk_acc - dk_acc) != 0.0).to(tl.int32)) > 0:
+        dk_acc, dv_acc = _key_walk(  # [BLOCK_N, BLOCK_D] each
+            k_tile, v_tile, q_head, d_head, lse_and_delta, listed, words, places, has_weight,
+            g * group, group, first, last, q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
+            HEAD_DIM, OWN, BLOCK_M, PADDING, EXTRA, True, PRECISION, out, lse, dlse, heads,
+        )  # fmt: skip
+    to = ((to_b * keys + row) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    tl.store(dk + to, (dk_acc * scale).to(dk.dtype.element_ty), mask=row_mask)
+    tl.store(dv + to, dv_acc.to(dv.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -285,6 +358,7 @@ def key_kernel(
     """
     kv_heads = heads // group
     b = tl.program_id(1).to(tl.int64)
+    to_b = b
     if EXTRA:
         g = (tl.program_id(0) % kv_heads).to(tl.int64)
         places = tl.program_id(0) // kv_heads * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -292,40 +366,91 @@ def key_kernel(
         exists = places < extra  # [BLOCK_N]
         first = tl.program_id(2) * tiles
         last = tl.minimum(first + tiles, tl.cdiv(q_rows, LISTED))
+        to_b += tl.program_id(2).to(tl.int64) * tl.num_programs(1)
     else:
         block, places, row, g = _place(
             own, tl.program_id(0), kv_heads, OWN, BLOCK_N
         )  # scalar, [BLOCK_N], [BLOCK_N], scalar
         keys, exists = k_rows, row >= 0  # scalar, [BLOCK_N]
         first, last = tl.load(starts + block), tl.load(starts + block + 1)
-    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    in_dim = dims[None, :] < HEAD_DIM  # [1, BLOCK_D]
-    row_mask = exists[:, None] & in_dim  # [BLOCK_N, BLOCK_D]
-    k_ptrs = k + b * stride_kb + g * stride_kh + row[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
-    v_ptrs = v + b * stride_vb + g * stride_vh + row[:, None] * stride_vn + dims[None, :]  # [BLOCK_N, BLOCK_D]
-    k_tile = tl.load(k_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-    v_tile = tl.load(v_ptrs, mask=row_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-    has_weight = exists  # [BLOCK_N]
-    if PADDING:
-        has_weight &= tl.load(padding + b * keys + row, mask=exists, other=1) == 0
-    q_head, d_head = q + b * stride_qb, dout + b * stride_db
-    dk_acc, dv_acc = _key_walk(  # [BLOCK_N, BLOCK_D] each
-        k_tile, v_tile, q_head, d_head, lse_and_delta + b * heads * q_rows, listed, words, places, has_weight,
-        g * group, group, first, last, q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
-        HEAD_DIM, OWN, BLOCK_M, PADDING, EXTRA, False, PRECISION,
+    _gradients_of_keys(
+        q, k, v, dout, lse_and_delta, dk, dv, listed, words, padding, scale,
+        stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+        stride_db, stride_dn, stride_dh,
+        heads, group, q_rows, keys, b, to_b, g, places, row, exists, first, last,
+        HEAD_DIM, BLOCK_D, OWN, BLOCK_M, PADDING, EXTRA, PRECISION,
     )  # fmt: skip
-    # 0 * NaN is NaN: a row of v that is not finite has no slope where nobody sees it.
-    if tl.max(((dk_acc - dk_acc) != 0.0).to(tl.int32)) > 0:
-        dk_acc, dv_acc = _key_walk(  # [BLOCK_N, BLOCK_D] each
-            k_tile, v_tile, q_head, d_head, lse_and_delta + b * heads * q_rows, listed, words, places, has_weight,
-            g * group, group, first, last, q_rows, scale, stride_qn, stride_qh, stride_dn, stride_dh,
-            HEAD_DIM, OWN, BLOCK_M, PADDING, EXTRA, True, PRECISION,
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "key_programs", "extra_programs"])
+def backward_kernel(
+    q, k, v, extra_k, extra_v, out, lse, dout, dlse, dq, dk, dv, extra_dk, extra_dv,
+    own, starts, listed, words, key_own, key_starts, key_listed, key_words, padding, extra_padding, scale,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_eb, stride_en, stride_eh, stride_fb, stride_fn, stride_fh, stride_db, stride_dn, stride_dh,
+    heads, group, extra, q_rows, k_rows, key_programs, extra_programs,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PADDING: tl.constexpr, EXTRA: tl.constexpr, EXTRA_PADDING: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Every gradient of a short call. Each program computes delta of the queries that it reads.
+
+    programs   0 to key_programs - 1   the next extra_programs        the rest
+    compute    dk, dv of listed keys   those of extra keys            dq
+    read       lists turned round      all queries                    lists
+    """
+    b, program, kv_heads = tl.program_id(1).to(tl.int64), tl.program_id(0), heads // group
+    if program < key_programs:
+        block, places, row, g = _place(key_own, program, kv_heads, OWN, BLOCK_N)  # scalar, [BLOCK_N], [BLOCK_N], scalar
+        _gradients_of_keys(
+            q, k, v, dout, None, dk, dv, key_listed, key_words, padding, scale,
+            stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+            stride_db, stride_dn, stride_dh,
+            heads, group, q_rows, k_rows, b, b, g, places, row, row >= 0,
+            tl.load(key_starts + block), tl.load(key_starts + block + 1),
+            HEAD_DIM, BLOCK_D, OWN, BLOCK_M, PADDING, False, PRECISION, out, lse, dlse,
         )  # fmt: skip
-    if EXTRA:
-        b += tl.program_id(2).to(tl.int64) * tl.num_programs(1)
-    to = ((b * keys + row) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, BLOCK_D]
-    tl.store(dk + to, (dk_acc * scale).to(dk.dtype.element_ty), mask=row_mask)
-    tl.store(dv + to, dv_acc.to(dv.dtype.element_ty), mask=row_mask)
+    elif program < key_programs + extra_programs:
+        if EXTRA:
+            extra_places = (program - key_programs) // kv_heads * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            extra_row = extra_places.to(tl.int64)  # [BLOCK_N]
+            extra_g = ((program - key_programs) % kv_heads).to(tl.int64)
+            _gradients_of_keys(
+                q, extra_k, extra_v, dout, None, extra_dk, extra_dv, listed, words, extra_padding, scale,
+                stride_qb, stride_qn, stride_qh, stride_eb, stride_en, stride_eh, stride_fb, stride_fn, stride_fh,
+                stride_db, stride_dn, stride_dh,
+                heads, group, q_rows, extra, b, b, extra_g, extra_places, extra_row, extra_row < extra,
+                0, tl.cdiv(q_rows, LISTED),
+                HEAD_DIM, BLOCK_D, OWN, BLOCK_M, EXTRA_PADDING, True, PRECISION, out, lse, dlse,
+            )  # fmt: skip
+    else:
+        q_block, q_places, query, h = _place(
+            own, program - key_programs - extra_programs, heads, OWN, BLOCK_M
+        )  # scalar, [BLOCK_M], [BLOCK_M], scalar
+        k_head, v_head = k + b * stride_kb + h // group * stride_kh, v + b * stride_vb + h // group * stride_vh
+        extra_k_head = extra_k + b * stride_eb + h // group * stride_eh
+        extra_v_head = extra_v + b * stride_fb + h // group * stride_fh
+        exists = query >= 0  # [BLOCK_M]
+        dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        row_mask = exists[:, None] & (dims[None, :] < HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+        q_ptrs = q + b * stride_qb + h * stride_qh + query[:, None] * stride_qn + dims[None, :]  # [BLOCK_M, BLOCK_D]
+        d_ptrs = dout + b * stride_db + h * stride_dh + query[:, None] * stride_dn + dims[None, :]
+        q_tile = tl.load(q_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+        d_tile = tl.load(d_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+        own_dlse = dlse
+        if dlse is not None:
+            own_dlse = dlse + b * heads * q_rows
+        lse_row, delta_row = _row_of_out(  # [BLOCK_M] each
+            out + b * q_rows * heads * HEAD_DIM, lse + b * heads * q_rows, own_dlse, d_tile, query, exists, h, heads,
+            q_rows, HEAD_DIM,
+        )  # fmt: skip
+        acc, _, _ = _walk(  # [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M]
+            q_tile, d_tile, lse_row, delta_row, k_head, v_head, extra_k_head, extra_v_head, listed, words,
+            padding + b * k_rows, extra_padding + b * extra, q_places, tl.load(starts + q_block),
+            tl.load(starts + q_block + 1), extra, scale, stride_kn, stride_vn, stride_en, stride_fn,
+            HEAD_DIM, OWN, BLOCK_N, PADDING, EXTRA, EXTRA_PADDING, True, False, PRECISION,
+        )  # fmt: skip
+        to = ((b * q_rows + query) * heads + h)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_M, BLOCK_D]
+        tl.store(dq + to, (acc * scale).to(dq.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["rows", "q_rows", "heads"])
@@ -354,9 +479,7 @@ def delta_kernel(
     if dlse is not None:
         delta -= tl.load(dlse + scalars, mask=exists, other=0.0)
     lse_row = tl.load(lse + scalars, mask=exists, other=0.0) * LOG2_E  # [BLOCK_M]
-    # Rows without keys have +inf and 0: weights are then 0, and what dlse holds there reaches nobody.
-    delta = tl.where(lse_row == float("-inf"), 0.0, delta)  # [BLOCK_M]
-    lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
+    lse_row, delta = _as_weighed(lse_row, delta)  # [BLOCK_M] each
     low, high = lse_row.to(tl.int32, bitcast=True), delta.to(tl.int32, bitcast=True)  # [BLOCK_M] each
     both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)  # [BLOCK_M]
     tl.store(lse_and_delta + scalars, both, mask=exists)

@@ -1,5 +1,6 @@
-"""Launches of the plain kernels for packed lists: arguments of the three kernels of `lists`."""
+"""Launches of the plain kernels for packed lists: arguments of the kernels of `lists`."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,9 +18,9 @@ from hilbert_lib.attention.triton.arguments import (
 )
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.limits import parts_of_queries, query_tiles
-from hilbert_lib.attention.triton.lists import delta_kernel, key_kernel, query_kernel
+from hilbert_lib.attention.triton.lists import backward_kernel, delta_kernel, key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Made, Start, start
-from hilbert_lib.patterns.packed_lists import PackedLists, both_ways
+from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists, both_ways
 
 # Parts of tiles are small ones, so that tests without a GPU see them.
 INTERPRETED = {"forward": Config(64, 64), "dq": Config(32, 32), "dkv": Config(32, 64)}
@@ -64,6 +65,10 @@ ELSEWHERE = {
 }  # fmt: skip
 ON_B200 = ELSEWHERE | {"dkv": ELSEWHERE["dkv"] | {(2, 128): Config(32, 64, 4, 1)}}
 
+# Of the lists, in all heads and sequences: of more, the device takes longer than the host for the launches that are
+# saved. 512 tiles are 2^21 pairs: at 50 TFLOP/s seven products of 64 columns take 38 us.
+MOST_TILES_AT_ONCE = 512
+
 
 def config_of(kernel: str, q: Tensor) -> Config:
     """The configuration of a kernel for the dtype, the head_dim and the device of q."""
@@ -102,6 +107,16 @@ def backward(
     key_dtype = torch.float32 if in_float else inputs.k.dtype
     dtypes = inputs.q.dtype, key_dtype, key_dtype
     grads = [Made(x.shape, each) for x, each in zip(inputs[:3], dtypes, strict=True)]
+    tensors = (*inputs.with_rows, dout, out, lse, dlse, *tensors_of(request))
+    if is_at_once(inputs, max(map(len, request.lists[2::4]))):
+        extra_grads = [Made(x.shape, x.dtype) if x.shape[1] else None for x in inputs.extra]
+
+        def start_at_once(*grads: Tensor) -> list[Start]:
+            return [at_once(dout, inputs, out, lse, dlse, request, grads)]
+
+        finish = partial(_gradients_at_once, dtype, in_float)
+        made = *grads, *extra_grads
+        return start(start_at_once, tensors, "lists backward at once", *request.options, made=made, finish=finish)
     splits = splits_of(inputs)
     extra_grads = [Made((splits, *x.shape), torch.float32) for x in inputs.extra]
 
@@ -116,7 +131,6 @@ def backward(
             launches.append(of_extra_keys(dout, inputs, lse_and_delta, request, extra_grads))
         return launches
 
-    tensors = (*inputs.with_rows, dout, out, lse, dlse, *tensors_of(request))
     made = Made(lse.shape, torch.int64), *grads, *extra_grads
     finish = partial(_gradients, dtype, in_float)
     return start(starts, tensors, "lists backward", *request.options, made=made, finish=finish)
@@ -124,9 +138,24 @@ def backward(
 
 def _gradients(dtype: torch.dtype, in_float: bool, made: list[Tensor]) -> Tensors:
     # Those of extra keys are sums of their parts, always in the same order.
-    _, dq, dk, dv, *extra_parts = made
-    dq, *extra = as_asked(dtype, dq, *(parts.sum(0) for parts in extra_parts))
-    return Tensors(dq, *((dk, dv) if in_float else as_asked(dtype, dk, dv)), *extra)
+    _, *grads, extra_k, extra_v = made
+    return _gradients_at_once(dtype, in_float, [*grads, extra_k.sum(0), extra_v.sum(0)])
+
+
+def _gradients_at_once(dtype: torch.dtype, in_float: bool, made: list[Tensor | None]) -> Tensors:
+    dq, dk, dv, *extra = made
+    extra = [x if x is None else as_asked(dtype, x)[0] for x in extra]
+    return Tensors(*as_asked(dtype, dq), *((dk, dv) if in_float else as_asked(dtype, dk, dv)), *extra)
+
+
+def is_at_once(inputs: Tensors, tiles: int) -> bool:
+    """Whether one launch computes all gradients: the host of a short call takes longer than its device.
+
+    tiles: of the lists, or of those turned round where these are more.
+    """
+    batch, queries, heads, _ = inputs.q.shape
+    of_extra = -(-inputs.extra_k.shape[1] // BLOCK) * -(-queries // BLOCK)
+    return batch * heads * max(tiles, of_extra) <= MOST_TILES_AT_ONCE
 
 
 def splits_of(inputs: Tensors) -> int:
@@ -188,6 +217,27 @@ def of_extra_keys(
     named |= {"tiles": -(-query_tiles(inputs.q.shape[1]) // splits)}
     programs = -(-inputs.extra_k.shape[1] // config.block_n) * inputs.k.shape[2]
     return Start(key_kernel, (programs, inputs.q.shape[0], splits), (inputs.q,), named)
+
+
+def at_once(
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request, results: Sequence
+) -> Start:  # fmt: skip
+    """The launch of every gradient. results: those of `inputs.with_rows`, None for those of no extra keys."""
+    q, config = inputs.q, config_of("dkv", inputs.q)
+    lists, turned = both_ways(request.lists, q.shape[1], inputs.k.shape[1])
+    names = "dq", "dk", "dv", "extra_dk", "extra_dv"
+    named = {name: q if x is None else x for name, x in zip(names, results, strict=True)}
+    named |= dict(zip(("k", "v", "extra_k", "extra_v"), inputs.with_rows[1:], strict=True))
+    named |= {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "EXTRA": inputs.extra_k.shape[1] > 0}
+    named |= strides_of("qkvefd", (*inputs.with_rows, dout)) | _of_lists(lists) | _common(inputs, request, config)
+    named |= dict(zip(("key_own", "key_starts", "key_listed", "key_words"), turned.tensors, strict=True))
+    named |= _padding("padding", request.key_padding_mask, q) | _padding("extra_padding", request.extra_padding_mask, q)
+    own, kv_heads = named["OWN"], inputs.k.shape[2]
+    named["key_programs"] = turned.blocks * (own // config.block_n) * kv_heads
+    named["extra_programs"] = -(-inputs.extra_k.shape[1] // config.block_n) * kv_heads
+    of_queries = lists.blocks * (own // config.block_m) * q.shape[2]
+    programs = named["key_programs"] + named["extra_programs"] + of_queries
+    return Start(backward_kernel, (programs, q.shape[0]), (q,), named)
 
 
 def _of_keys(

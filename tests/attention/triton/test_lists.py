@@ -26,6 +26,12 @@ on_gpus_or_in_full = pytest.mark.full if DEVICE == "cpu" else pytest.mark.gpu
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
+@pytest.fixture(autouse=True)
+def longer(monkeypatch):
+    """As of longer calls, whose gradients are several launches; short ones are tested on grids."""
+    monkeypatch.setattr(launch, "MOST_TILES_AT_ONCE", 0)
+
+
 def drawn(queries: int, keys: int, heads: tuple[int, int], head_dim: int, dtype=torch.float32, extra=0, masks=False):
     """A relation with rows that see nothing and rows that nobody sees, and a call on it."""
     mask = torch.rand(queries, keys) < 0.3

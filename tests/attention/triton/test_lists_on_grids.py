@@ -74,6 +74,39 @@ def test_blocks_of_several_tiles():
     check_on_grid(PLANE, "grouped", "hilbert", "extra and padding", torch.bfloat16, "lists", device=DEVICE)
 
 
+def launches_of(monkeypatch, run):
+    """The numbers of launches of each start of a call."""
+    counts, start = [], launch.start
+
+    def counted(make, *given, **named):
+        def making(*made):
+            counts.append(len(starts := make(*made)))
+            return starts
+
+        return start(making, *given, **named)
+
+    monkeypatch.setattr(launch, "start", counted)
+    run()
+    return counts
+
+
+def test_a_short_backward_is_one_launch_and_a_longer_one_is_several(monkeypatch):
+    tensors = [torch.randn(1, 72, 2, 16, device=DEVICE) for _ in range(4)]
+    run = partial(attended, tensors, Union((NEAR, FAR)), "lists")
+    tiles = max(grid_lists.count_tiles((NEAR, FAR), is_turned=is_turned) for is_turned in (False, True))
+    for most, wanted in ((2 * tiles, [1, 1]), (2 * tiles - 1, [1, 3])):
+        monkeypatch.setattr(launch, "MOST_TILES_AT_ONCE", most)
+        with monkeypatch.context() as patch:
+            assert launches_of(patch, run) == wanted
+
+
+def test_gradients_by_several_launches_equal_the_oracle(monkeypatch):
+    monkeypatch.setattr(launch, "MOST_TILES_AT_ONCE", 0)
+    case = PLANE, "grouped", "hilbert", "extra and padding", torch.bfloat16, "lists"
+    run = partial(check_on_grid, *case, device=DEVICE, with_dlse=True)
+    assert max(launches_of(monkeypatch, run)) == 4
+
+
 def test_windows_are_those_of_the_kv_head_of_each_group():
     check_grouped_windows("lists", torch.float32, device=DEVICE)
 
@@ -175,6 +208,9 @@ def test_explanations_and_estimates_name_it():
     for direction in ("forward", "backward"):
         told = estimate_memory(Union((NEAR, FAR)), direction=direction, **sizes)
         assert told.items["workspace: lists"] == grid_lists.lists_bytes((NEAR, FAR))
+        assert "workspace: lse and delta" not in told.items  # of a short call, whose backward is one launch
+    many = estimate_memory(NEAR, direction="backward", **sizes, batch=999)
+    assert many.items["workspace: lse and delta"] == 999 * 8 * 2 * NEAR.length
     heads = replace(NEAR, window=(3, 4)), NEAR
     by_head = estimate_memory(heads, **sizes)
     assert by_head.items["workspace: lists"] == sum(grid_lists.lists_bytes((each,)) for each in heads)
