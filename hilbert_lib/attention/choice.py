@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends import presence
+from hilbert_lib.attention.backends import listed_grid, presence
 from hilbert_lib.attention.backends.all_pairs import is_short
 from hilbert_lib.attention.backends.backend import Backend, is_exporting
 from hilbert_lib.attention.backends.registry import WITHOUT_BUILD, backends_for
@@ -21,6 +21,8 @@ from hilbert_lib.attention.rules import (
     GRID_ON_CPU,
     HALF_RULES,
     POINTS,
+    SHORT_GRID_RECORD,
+    SHORT_RECORD,
     Rule,
     first_of_short,
     grid_rule,
@@ -78,7 +80,7 @@ def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = 
     """
     rule = _rule_for(q, call, gradient=gradient)
     if k is not None and isinstance(call.pattern, AllPairs) and _is_bound_by_host(q, k):
-        rule = _that_serves(first_of_short(rule), call)
+        rule = _that_serves(first_of_short(rule, "triton", SHORT_RECORD), call)
     return _of_tables(rule) if through_table else rule
 
 
@@ -102,15 +104,22 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
         rule = grid_rule(q.device.type, q.element_size(), order)
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
+        # Tokens in another order are served by "lists" whatever their number.
+        if rule.order[0] == "hopper" and _has_host(q) and listed_grid.is_short(q, call):
+            rule = first_of_short(rule, "lists", SHORT_GRID_RECORD)
         return _that_serves(rule, call)
     return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
 
 
 def _is_bound_by_host(q: Tensor, k: Tensor) -> bool:
-    # Of extra queries: whether their host takes longer than their device. A compiled program has no such host, and
-    # must not hang on the number of keys.
+    # Of extra queries: whether their host takes longer than their device.
+    return _has_host(q) and is_short(q, k)
+
+
+def _has_host(q: Tensor) -> bool:
+    # Whether a short call waits for its host. A compiled program does not, and must not hang on the number of keys.
     is_half = q.device.type == "cuda" and q.dtype.itemsize == 2
-    return is_half and not torch.compiler.is_compiling() and is_short(q, k)
+    return is_half and not torch.compiler.is_compiling()
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:
@@ -225,7 +234,9 @@ def explain(
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    return Explanation(chosen, reasons, rule.record, _off_fast_path(chosen, q, k, call, reasons))
+    is_short_call = rule.record in (SHORT_RECORD, SHORT_GRID_RECORD)  # its own order is by the host's time
+    off_fast_path = "" if is_short_call and name == "auto" else _off_fast_path(chosen, q, k, call, reasons)
+    return Explanation(chosen, reasons, rule.record, off_fast_path)
 
 
 def _off_fast_path(chosen: str, q: Tensor, k: Tensor, call: Request, reasons: dict[str, str]) -> str:

@@ -10,6 +10,7 @@ the other. Lists that are turned round, for dk and dv, have the queries that may
 How many tiles there are follows from the ranges alone: nothing is made to count them.
 """
 
+from collections import Counter
 from functools import lru_cache, reduce
 from itertools import product
 from math import lcm, prod
@@ -27,6 +28,7 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists, words_of
 
+SIDES = (1, 2, 4, 8, 16, 32, 64)  # that a block may have, in cells
 TILES_AT_ONCE = 2**11  # whose pairs are asked together
 LARGEST = 2**30  # bytes of the lists that are kept, and of those of one call
 TILE_BYTES = BLOCK * (4 + 8)  # of a tile: rows and words
@@ -125,7 +127,7 @@ def _is_symmetric(patterns: Patterns, box: Box | None) -> bool:
 @lru_cache(maxsize=1024)
 def _blocking(patterns: Patterns, rows: Box) -> Blocking:
     rates = tuple(lcm(*(near.axes[n].dilation for near in patterns)) for n in range(len(rows)))
-    shapes = [x for x in product([2**n for n in range(7)], repeat=len(rows)) if prod(x) == BLOCK]
+    shapes = [x for x in product(SIDES, repeat=len(rows)) if prod(x) == BLOCK]
     cells = _all_cells(patterns)
     # The first of equals is taken: the most compact one.
     choices = [Blocking(sides, rates) for sides in sorted(shapes, key=sum)]
@@ -136,13 +138,28 @@ def _blocking(patterns: Patterns, rows: Box) -> Blocking:
 def _count_tiles(patterns: Patterns, blocks: Blocking, own: Box, listed: Box, is_turned: bool) -> int:
     tiles = 0
     for near in patterns:
-        # Of the lists of many blocks few lengths differ.
-        keys, blocks_of = torch.ones(1, dtype=torch.int64, device="cpu"), torch.ones(1, dtype=torch.int64, device="cpu")
-        for runs in _runs(near, blocks, own, listed, is_turned, torch.device("cpu")):
-            ranks, runs_of_count = runs.count.unique(return_counts=True)
-            keys, blocks_of = ((x[:, None] * y).flatten() for x, y in ((keys, ranks), (blocks_of, runs_of_count)))
-        tiles += int((_tiles(keys) * blocks_of).sum())
+        blocks_by_keys = Counter({1: 1})  # of the lists of many blocks few lengths differ
+        for axis, rate, side, *cells in zip(near.axes, blocks.rates, blocks.sides, own, listed, strict=True):
+            longer: Counter[int] = Counter()
+            for keys, count in blocks_by_keys.items():
+                for ranks, runs in _runs_by_ranks(axis, rate, *cells, is_turned)[side]:
+                    longer[keys * ranks] += count * runs
+            blocks_by_keys = longer
+        tiles += sum(-(-keys // BLOCK) * count for keys, count in blocks_by_keys.items())
     return tiles
+
+
+@lru_cache(maxsize=1024)
+def _runs_by_ranks(
+    axis: Axis, rate: int, own: range, listed: range, is_turned: bool
+) -> dict[int, list[tuple[int, int]]]:  # fmt: skip
+    # For runs of each side: numbers of ranks that a run sees, and how many runs see so many. All sides are asked
+    # together: of a small grid a question takes the host long, and a cell next to nothing.
+    ends = [_ends(own, rate, side) for side in SIDES]
+    runs = _seen_from(axis, *(torch.cat(x) for x in zip(*ends, strict=True)), listed, is_turned)
+    counts = runs.count.split([len(low) for low, _ in ends])
+    found = (x.unique(return_counts=True) for x in counts)
+    return {side: [*zip(*map(Tensor.tolist, each), strict=True)] for side, each in zip(SIDES, found, strict=True)}
 
 
 def _tiles(keys: Tensor) -> Tensor:
@@ -170,7 +187,11 @@ def _ends(own: range, rate: int, side: int, device: torch.device | str = "cpu") 
 def _runs_along(
     axis: Axis, rate: int, side: int, own: range, listed: range, is_turned: bool, device: torch.device
 ) -> Runs:
-    low, high = _ends(own, rate, side, device)
+    return _seen_from(axis, *_ends(own, rate, side, device), listed, is_turned)
+
+
+def _seen_from(axis: Axis, low: Tensor, high: Tensor, listed: range, is_turned: bool) -> Runs:
+    # low, high: the first and the last cell of each run.
     seen = axis.seen_by if is_turned else axis.seen
     first, last = seen(low)[0], seen(high)[1]
     if axis.edge == "wrap":

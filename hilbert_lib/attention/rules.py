@@ -43,6 +43,8 @@ ALL_PAIRS_RULES = {
 # In a short call (`all_pairs.is_short`) "triton" has one launch for the cells and the extra keys. Two dense kernels
 # and the sum of what they return take the host longer.
 SHORT_RECORD = "not measured: one launch stands before several"
+# In a short call on a grid (`listed_grid.is_short`) "lists" has one launch each way, and "hopper" two and three.
+SHORT_GRID_RECORD = "host times on an H200, reports/HISTORY.md"
 CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs")
 
 # On grids.
@@ -60,11 +62,11 @@ POINTS = Rule(("triton", "eager"), "the only ones that read lists")
 COMPACT_ORDERS = ("hilbert", "morton", "tile")  # whose blocks are compact
 
 
-def first_of_short(rule: Rule) -> Rule:
-    """The rule for extra queries over few keys: "triton", where the rule knows it, stands first."""
-    if "triton" not in rule.order:
+def first_of_short(rule: Rule, name: str, record: str) -> Rule:
+    """The rule for a short call: one backend, where the rule knows it, stands first."""
+    if name not in rule.order:
         return rule
-    return Rule(tuple(dict.fromkeys(("triton", *rule.order))), SHORT_RECORD)
+    return Rule(tuple(dict.fromkeys((name, *rule.order))), record)
 
 
 def on_architecture(rule: Rule, architecture: str) -> Rule:

@@ -20,6 +20,7 @@ from hilbert_lib import (
     DilatedPattern,
     Neighbourhood,
     Ordering,
+    Union,
     dilated_attention,
     explain_backend,
     select_attention_backend,
@@ -30,8 +31,8 @@ from hilbert_lib.attention.backends import all_pairs, fused, presence
 from hilbert_lib.attention.backends.dense import CpuFlash, Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.measured_rules import ShapeClass, folder, remember, remembered_rules
-from hilbert_lib.attention.request import Request
-from hilbert_lib.attention.rules import FULL_RULE, HALF_RULES
+from hilbert_lib.attention.request import GridPart, Request
+from hilbert_lib.attention.rules import FULL_RULE, HALF_RULES, Rule
 from hilbert_lib.internals import WITHOUT_INTERNALS
 from hilbert_lib.lab.records import RESULTS, committed_records, committed_runs, read_records
 from hilbert_lib.lab.selection import choice_table, shape_class
@@ -40,6 +41,7 @@ from hilbert_lib.lab.tables import of_sweep, ratio_table, side_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import ARCHITECTURES, gpu_info
 from hilbert_lib.patterns.all_pairs import AllPairs
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PATTERN = DilatedPattern((8, 32), (1, 4))
 CPU = torch.device("cpu")
@@ -519,10 +521,49 @@ def test_boxes_go_first_at_every_head_dim(monkeypatch, head_dim, gradient):
     )  # fmt: skip
     monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
     monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
-    call = Request(Neighbourhood((33,), 3).of_heads(2))
+    call = Request(Neighbourhood((1_033,), 3).of_heads(2))
     assert choice.rule_for(q, call, gradient=gradient).order[:2] == ("hopper", "lists")
     monkeypatch.setattr(choice, "backends_for", lambda pattern: {"hopper": SimpleNamespace(here=lambda q, call: "")})
     assert choice._off_fast_path("hopper", q, q, call, {"hopper": "chosen"}) == ""
+
+
+SMALL = Neighbourhood((16, 16), 7)
+PART = GridPart((range(16),) * 2, (range(4), range(16)), (range(16),) * 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "batch", "dtype", "first"),
+    [
+        (Request(SMALL.of_heads(2)), 1, torch.bfloat16, "lists"),
+        (Request(Union((SMALL, Neighbourhood((16, 16), 3))).of_heads(2)), 1, torch.bfloat16, "lists"),
+        (Request(SMALL.of_heads(2)), 64, torch.bfloat16, "hopper"),
+        (Request(Neighbourhood((32, 33), 3).of_heads(2)), 1, torch.bfloat16, "hopper"),
+        (Request(SMALL.of_heads(2)), 1, torch.float32, "lists"),
+        (Request(SMALL.of_heads(2), has_bias=True), 1, torch.bfloat16, "hopper"),
+        (Request(SMALL.of_heads(2), part=PART), 1, torch.bfloat16, "hopper"),
+        (Request(HeadNeighbourhoods((SMALL, replace(SMALL, window=3)))), 1, torch.bfloat16, "hopper"),
+    ],
+)
+def test_a_short_call_on_a_grid_goes_to_the_kernels_with_one_launch(monkeypatch, call, batch, dtype, first):
+    device = SimpleNamespace(type="cuda")
+    q = SimpleNamespace(device=device, shape=(batch, 256, 2, 64), dtype=dtype, element_size=lambda: dtype.itemsize)
+    monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
+    monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
+    rule = choice.rule_for(q, call, gradient=True)
+    assert rule.order[0] == first
+    assert (rule.record == rules.SHORT_GRID_RECORD) == (first == "lists" and dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choice.rule_for(q, call, gradient=True).order[0] == ("lists" if dtype == torch.float32 else "hopper")
+
+
+def test_a_short_call_on_a_grid_is_not_off_the_fast_path(monkeypatch):
+    q = torch.ones(1, 256, 2, 64)
+    monkeypatch.setattr(choice, "rule_for", lambda *_, **__: Rule(("lists", "hopper"), rules.SHORT_GRID_RECORD))
+    monkeypatch.setattr(choice, "choose", lambda *_, **__: "lists")
+    monkeypatch.setattr(choice, "_off_fast_path", lambda *_: "of boxes")
+    call = Request(SMALL.of_heads(2))
+    told = [choice.explain(q, q, call, name, gradient=False).off_fast_path for name in ("auto", "lists")]
+    assert told == ["", "of boxes"]
 
 
 def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
