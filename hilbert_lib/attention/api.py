@@ -284,8 +284,8 @@ def neighbourhood_attention(
             and "triton" serve it, "hopper" too but for the gradient of large windows, and "flex" a call without
             gradients.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve. "lists" is the kernels
-            for points, on lists of the grid, which the first call makes: keep that outside of CUDA graphs. On Hopper "auto"
-            takes it first for short calls (docs/lists.md).
+            for points, on lists of the grid, which the first call makes: keep that outside of CUDA graphs. On Hopper
+            "auto" takes it first for short calls (docs/lists.md).
         return_lse: whether to return lse too.
 
     Returns:

@@ -102,11 +102,11 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     if call.pattern.length is not None:
         order = "" if call.ordering is None else call.ordering.kind
         rule = grid_rule(q.device.type, q.element_size(), order)
-        if q.device.type == "cuda":
-            rule = on_architecture(rule, _architecture(q.device))
         # Tokens in another order are served by "lists" whatever their number.
         if rule.order[0] == "hopper" and _has_host(q) and listed_grid.is_short(q, call):
             rule = first_of_short(rule, "lists", SHORT_GRID_RECORD)
+        if q.device.type == "cuda":
+            rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
     return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
 

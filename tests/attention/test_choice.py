@@ -151,8 +151,8 @@ def on_a_gpu(monkeypatch, capability: tuple[int, int], kib: int) -> None:
 @pytest.mark.parametrize(("capability", "kind"), [((8, 0), "Ampere"), ((8, 9), "Ada"), ((12, 0), "Blackwell")])
 def test_a_rule_says_that_it_was_measured_on_another_kind_of_gpu(monkeypatch, capability, kind):
     on_a_gpu(monkeypatch, capability, 99)
-    device, near = torch.device("cuda", 0), Neighbourhood((8, 8), 3)
-    asked = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=(1, 64, 2, 64), element_size=lambda: 2)
+    device, near = torch.device("cuda", 0), Neighbourhood((64, 64), 3)
+    asked = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=(1, 4_096, 2, 64), element_size=lambda: 2)
     words = f"; not measured on this kind of GPU ({kind})"
     of_grids = choice._rule_for(asked, Request(near.of_heads(2)), gradient=False)
     assert (of_grids.order, of_grids.record) == (rules.GRID_BY_ROW.order, rules.GRID_BY_ROW.record + words)

@@ -89,7 +89,8 @@ def backward(
         of_q, *of_keys = run(dout[:, :, own], _of_heads(inputs, own, own_kv), *results)
         grads[0][:, :, own] = of_q
         for grad, own_grad in zip(grads[1:], of_keys, strict=False):
-            grad[:, :, own_kv] = own_grad.to(grad.dtype)
+            if own_grad is not None:  # None without extra keys
+                grad[:, :, own_kv] = own_grad.to(grad.dtype)
     return Tensors(*grads)
 
 

@@ -96,19 +96,19 @@ def _of_row(lse_and_delta, at, exists):
 @triton.jit
 def _as_weighed(lse_row, delta_row):
     """lse to base 2 and delta of rows. Those without keys get +inf and 0: weights are 0, and dlse reaches nobody."""
-    delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)  # [rows]
+    delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)  # [BLOCK_M]
     return tl.where(lse_row == float("-inf"), float("inf"), lse_row), delta_row
 
 
 @triton.jit
 def _row_of_out(out, lse, dlse, d_tile, query, exists, h, heads, q_rows, HEAD_DIM: tl.constexpr):
-    """What `_of_row` gives of some queries, from out, lse and dlse, or None, of one sequence. d_tile: their dout."""
+    """lse and delta of queries as `_of_row` gives them, from out, lse and dlse of a sequence. d_tile: dout."""
     dims = tl.arange(0, d_tile.shape[1])  # [BLOCK_D]
-    mask = exists[:, None] & (dims[None, :] < HEAD_DIM)  # [rows, BLOCK_D]
-    out_ptrs = out + ((query * heads + h) * HEAD_DIM)[:, None] + dims[None, :]  # [rows, BLOCK_D]
-    o_tile = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)  # [rows, BLOCK_D]
-    delta_row = tl.sum(o_tile * d_tile.to(tl.float32), 1)  # [rows]
-    at = h * q_rows + query  # [rows]
+    mask = exists[:, None] & (dims[None, :] < HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+    out_ptrs = out + ((query * heads + h) * HEAD_DIM)[:, None] + dims[None, :]  # [BLOCK_M, BLOCK_D]
+    o_tile = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    delta_row = tl.sum(o_tile * d_tile.to(tl.float32), 1)  # [BLOCK_M]
+    at = h * q_rows + query  # [BLOCK_M]
     if dlse is not None:
         delta_row -= tl.load(dlse + at, mask=exists, other=0.0)
     return _as_weighed(tl.load(lse + at, mask=exists, other=float("-inf")) * LOG2_E, delta_row)
@@ -433,7 +433,8 @@ def backward_kernel(
         dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
         row_mask = exists[:, None] & (dims[None, :] < HEAD_DIM)  # [BLOCK_M, BLOCK_D]
         q_ptrs = q + b * stride_qb + h * stride_qh + query[:, None] * stride_qn + dims[None, :]  # [BLOCK_M, BLOCK_D]
-        d_ptrs = dout + b * stride_db + h * stride_dh + query[:, None] * stride_dn + dims[None, :]
+        d_head = dout + b * stride_db + h * stride_dh
+        d_ptrs = d_head + query[:, None] * stride_dn + dims[None, :]  # [BLOCK_M, BLOCK_D]
         q_tile = tl.load(q_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
         d_tile = tl.load(d_ptrs, mask=row_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
         own_dlse = dlse
