@@ -47,8 +47,7 @@ numbers: setup  ## write the numbers of the newest records into README, reports/
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
 	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not releases and not clients and not browser" \
-		tests hilbert_lib notebooks --nbval-lax $(NBVAL) $(STRICT:%=--ignore=%)
-	@$(BIN)/python -m pytest --nbval $(NBVAL) $(STRICT)
+		tests hilbert_lib notebooks --nbval-lax $(NBVAL) $(STRICT:%=--compared=%)
 	@$(MAKE) --no-print-directory --output-sync -j 2 numeric-avx2 numeric-no-vectors
 
 numeric-avx2:

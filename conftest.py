@@ -27,6 +27,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.enviro
 gc.disable()
 
 
+def pytest_addoption(parser):
+    text = "with --nbval-lax: a notebook whose outputs are compared as with --nbval, in the same process as the others"
+    parser.addoption("--compared", action="append", default=[], metavar="NOTEBOOK", help=text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path, parent):
+    collected = yield
+    if file_path in [parent.config.invocation_params.dir / name for name in parent.config.option.compared]:
+        for notebook in collected:
+            notebook.compare_outputs = True
+    return collected
+
+
 def pytest_collection_finish(session):
     nbval = sys.modules.get("nbval.kernel")
     if len({item.path for item in session.items if item.path.suffix == ".ipynb"}) > 1:

@@ -268,14 +268,23 @@ def test_outputs_of_the_newest_run_of_the_same_code_are_kept(tmp_path, monkeypat
     assert "no finished local run of this code" in keep_outputs.keep(path, [run])
 
 
-def test_a_cell_that_writes_to_stderr_fails_under_nbval(tmp_path):
+def test_a_cell_that_writes_to_stderr_fails_under_nbval_and_so_does_an_output_that_is_compared(tmp_path):
     write_notebook(tmp_path, "quiet", "print('a result')")
     write_notebook(tmp_path, "warns", "import warnings\n\nwarnings.warn('look here')")
+    for name in ("compared", "not_compared"):
+        path = write_notebook(tmp_path, name, "1 + 1")
+        notebook = nbformat.read(path, as_version=4)
+        cell = next(cell for cell in notebook.cells if cell.source == "1 + 1")
+        cell.execution_count = 1
+        cell.outputs = [nbformat.v4.new_output("execute_result", {"text/plain": "3"}, execution_count=1)]
+        nbformat.write(notebook, path)
     shutil.copy(ROOT / "conftest.py", tmp_path)
     shutil.copytree(ROOT / "tests/startup", tmp_path / "tests/startup")
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "-rf", "--color=no", "."]
+    command.append("--compared=compared.ipynb")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert re.search(r"^1 failed, 3 passed", done.stdout.splitlines()[-1].strip("= ")), done.stdout
+    assert re.search(r"^2 failed, 6 passed", done.stdout.splitlines()[-1].strip("= ")), done.stdout
     assert "FAILED warns.ipynb::Cell 1" in done.stdout
+    assert "FAILED compared.ipynb::Cell 1" in done.stdout
     assert "the cell wrote to stderr" in done.stdout
     assert "UserWarning: look here" in done.stdout
