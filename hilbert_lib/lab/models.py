@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.caches import KeyValueCache
 from hilbert_lib.attention.modules import MultiheadDilatedAttention
-from hilbert_lib.attention.weights import NO_KEY, attention_weights
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 BYTES = 256
 LONGEST_WAVE = 10_000.0  # tokens, of rotary positions and of sines
 CLASS_TOKEN = 0  # position of a slide's class token, as in Prov-GigaPath
-QUERIES_AT_ONCE = 1024  # rows of weights that `rollout` holds
 
 
 def rotary(q: Tensor, k: Tensor, places: Tensor | tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -270,12 +269,11 @@ def rollout(model: SlideModel, tiles: Tensor, places: Tensor) -> tuple[Tensor, T
 def _passed_on(
     attention: MultiheadDilatedAttention, pattern: DilatedPattern, tokens: Tensor, weights: Tensor
 ) -> Tensor:
-    # What the keys get of the queries' weights, (seq,): the mean over heads.
-    q, k, _ = attention.project(tokens)
-    received = torch.zeros_like(weights)
-    for queries in weights.nonzero()[:, 0].split(QUERIES_AT_ONCE):
-        keys, shares = attention_weights(q, k, pattern, queries)  # (1, heads, queries, most)
-        shares = shares * weights[queries][:, None] / q.shape[2]
-        is_key = keys != NO_KEY
-        received.index_add_(0, keys[is_key], shares[is_key])
-    return received
+    # What the keys get of the queries' weights, (seq,): the mean over heads. An output is weights times values. So
+    # this is the gradient of the values, which all channels of a head have alike.
+    q, k, v = attention.project(tokens)
+    with torch.enable_grad():
+        v = torch.zeros_like(v, requires_grad=True)
+        out = dilated_attention(q, k, v, pattern)
+    (received,) = torch.autograd.grad(out, v, weights[None, :, None, None].expand_as(out))
+    return received[0, :, :, 0].sum(-1) / q.shape[2]

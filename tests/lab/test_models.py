@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hilbert_lib import DilatedPattern
+from hilbert_lib import DilatedPattern, attention_weights
 from hilbert_lib.lab import samples
 from hilbert_lib.lab import training as trainer
 from hilbert_lib.lab.models import AlongSequence, ByteModel, PictureModel, SlideModel, rollout, rotary
@@ -95,23 +95,27 @@ def test_the_twin_of_a_picture_model_sees_one_pixel():
         assert changed == (1 if training.name == learning.TWIN else 9)
 
 
-def test_rollout_is_the_product_of_the_blocks_matrices():
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_rollout_is_the_product_of_the_blocks_matrices(is_dense):
     torch.manual_seed(0)
     slides = samples.made_slides(1, 8, 4, generator=torch.Generator().manual_seed(0))
     count = 1 + len(slides.places)
-    model = SlideModel(4, 16, 2, 2, DilatedPattern((count,), (1,)))
+    of_torchscale = DilatedPattern((5, count), (1, 2), offsets="head_block", padding="zeros")
+    model = SlideModel(4, 16, 2, 2, DilatedPattern((count,), (1,)) if is_dense else of_torchscale)
     with torch.no_grad():
         x, product = model.tokens(slides.tiles, slides.places), torch.eye(count)
         matrices = []
         for block in model.blocks:
             q, k, _ = block.attention.attention.project(block.attention_norm(x))
-            scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-            matrices.append(scores.softmax(-1).mean(1)[0])
+            keys, weights = attention_weights(q, k, model.pattern, range(count))
+            matrix = torch.zeros(1, 2, count, count + 1).scatter_(3, keys % (count + 1), weights)  # -1 is the last
+            matrices.append(matrix[..., :-1].mean(1)[0])
             product = (torch.eye(count) + matrices[-1]) / 2 @ product
             x = block(x)
     direct, through = rollout(model, slides.tiles, slides.places)
     torch.testing.assert_close(direct, matrices[0][0, 1:])
     torch.testing.assert_close(through, product[0, 1:])
+    assert ((direct > 0) == (matrices[0][0, 1:] > 0)).all(), "an unseen tile has a weight"
 
 
 def line(seed, steps=60, name="a line"):
