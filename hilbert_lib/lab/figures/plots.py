@@ -114,7 +114,8 @@ def panels(
                 rows = rows.sort_values(x)
                 where = rows[x] * 2 ** (0.08 * shift) if apart else rows[x]
             else:
-                where = rows[x].map(places) + shift * 0.85 / len(names) * (apart or kind != "line")
+                middle = rows[x].map(places).astype(float)  # of no rows pandas makes strings
+                where = middle + shift * 0.85 / len(names) * (apart or kind != "line")
             spread = [rows[y] - rows[low], rows[high] - rows[y]] if low else None
             look = {"color": looks[name]["color"], "label": str(name)}
             if expected and kind == "bar":  # behind the bars: across them it would strike them out

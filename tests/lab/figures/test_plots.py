@@ -54,6 +54,13 @@ def test_bars_stand_side_by_side_with_their_intervals_and_numbers():
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "6"]
 
 
+def test_a_panel_has_no_bar_of_a_name_without_rows_there():
+    # Beside pyarrow pandas makes strings of no rows.
+    table = TABLE.drop(TABLE[(TABLE.way == "back") & (TABLE["name"] == "b")].index)
+    of_both, of_one = bars(table, **AXES).axes
+    assert [len(of_both.patches), len(of_one.patches)] == [4, 2]
+
+
 def test_a_line_goes_by_x_and_panels_stand_in_rows_and_columns():
     (first, *_) = figure = lines(TABLE.iloc[::-1], **AXES | {"across": "name", "by": "", "down": "way"}).axes
     assert [axes.get_title() for axes in figure] == ["back, b", "back, a", "out, b", "out, a"]
