@@ -5,6 +5,7 @@ import importlib
 import os
 import runpy
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +18,9 @@ STARTUP = Path(__file__).parent / "tests/startup"
 # In this process, in what it starts with its own `sys.path`, and in all else that is started.
 runpy.run_path(str(STARTUP / "sitecustomize.py"))
 sys.path.append(str(STARTUP))
-copied_calls, copied_kernels = map(importlib.import_module, ("copied_calls", "copied_kernels"))
+names = ("copied_calls", "copied_kernels", "kept_counts")
+copied_calls, copied_kernels, kept_counts = map(importlib.import_module, names)
+os.environ.setdefault(kept_counts.FOLDER, tempfile.mkdtemp())  # workers have the first process's
 # Small tensors gain nothing from more threads, and a thread that waits for work keeps its core busy: notebook 03 by
 # itself took 14 times the processor time where others worked beside it.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -13,6 +13,7 @@ import torch
 from copied_calls import copy_calls
 from hypothesis import settings
 from interpreted import confine
+from kept_counts import share_counts
 from untimed_guards import leave_guards_untimed
 
 from hilbert_lib.lab.environment import environment
@@ -57,6 +58,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     leave_guards_untimed()
+    share_counts()
 
 
 @pytest.fixture

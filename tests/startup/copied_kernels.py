@@ -26,10 +26,11 @@ from select import select
 import psutil
 from copied_calls import Copier, copy_calls
 from copied_ranks import LOADED as LOADED_BY_RANKS
+from kept_counts import MODULE, share_counts
 
 LOADED = ("torch", "torch._dynamo", "pandas", "matplotlib.pyplot", "ipykernel.ipkernel", "ipykernel.kernelapp")
 LOADED += ("ipywidgets", "hilbert_lib.lab", "hilbert_lib.lab.figures.record", "forked_ranks", *LOADED_BY_RANKS)
-LOADED += ("hilbert_lib.lab.guarded.cases", "hilbert_lib.lab.sweeps.causes")
+LOADED += ("hilbert_lib.lab.guarded.cases", "hilbert_lib.lab.sweeps.causes", MODULE)
 INTERPRETING = "TRITON_INTERPRET"
 
 
@@ -109,6 +110,7 @@ def serve(channel: socket.socket) -> None:
         sys.path.append(str(Path(__file__).parents[1]))  # of the tests
         for name in LOADED:
             importlib.import_module(name)
+        share_counts()
         gc.freeze()
     folder = tempfile.mkdtemp()  # no TemporaryDirectory, which the end of each copy would remove
     copier = Copier(f"{folder}/door")
