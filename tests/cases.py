@@ -306,6 +306,7 @@ RULES = {
 UNIONS = {
     "near and far": (RULES["plane"], ((9, 12), (3, 4), (3, 2), 1, False, ("clip", "shift"))),
     "round and causal": (RULES["plane, wrapped"], ((8, 12), (5, 3), 1, (2, 1), (True, False), "clip")),
+    "near and wide": (RULES["plane"], ((9, 12), (7, 3), 1, 1, False, "clip")),
     "a line three times": (RULES["line"], ((23,), 3, 2, 1, True, "clip"), RULES["line"]),
 }
 # The options of a neighbourhood by themselves: axes, edge, is_causal, stride, dilation.

@@ -1,11 +1,11 @@
 """Neighbourhoods and unions of them by the kernels for packed lists, which serve grids and points alike.
 
 The lists are made of the rules of the grid when a call needs them, and kept within `grid_lists.LARGEST` bytes: make the
-first call outside of a CUDA graph. A union is one pass over the lists of all its patterns.
+first call outside of a CUDA graph. A union is one pass over the lists of all its patterns where `is_one_pass` says so.
 """
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -56,6 +56,29 @@ def is_short(q: Tensor, request: Request) -> bool:
     sets = heads_by_patterns(request.pattern)
     pairs = sum(near.pairs for near in next(iter(sets)))
     return len(sets) == 1 and q.shape[0] * q.shape[2] * pairs <= MOST_PAIRS
+
+
+def is_one_pass(q: Tensor, request: Request) -> bool:
+    """Whether a union is one pass over the lists of all patterns: in a short call, or where it has no more tiles."""
+    return is_short(q, request) or has_no_more_tiles(request.pattern, _box(request))
+
+
+@lru_cache(maxsize=256)
+def has_no_more_tiles(union: Union, box: Box | None) -> bool:
+    """Whether the lists of a union have no more tiles than those of its patterns one by one.
+
+    That is so where one kind of block suits all patterns, as windows of one dilation and alike in shape: one pass has
+    the same products as one by one, and no merge. A window of another dilation would spread the keys of each block.
+
+    >>> from hilbert_lib import Neighbourhood
+    >>> near, wide, far = (Neighbourhood((32, 32), *rules) for rules in ((5,), (9,), (5, 4)))
+    >>> [has_no_more_tiles(Union((near, other)).of_heads(1), None) for other in (wide, far)]
+    [True, False]
+    """
+    return all(
+        grid_lists.count_tiles(patterns, box) <= sum(grid_lists.count_tiles((near,), box) for near in patterns)
+        for patterns in heads_by_patterns(union)
+    )
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -116,9 +139,6 @@ def _of_heads(inputs: Tensors, heads: Tensor, kv_heads: Tensor) -> Tensors:
 
 
 def _limits(q: Tensor, request: Request) -> str:
-    for pattern in patterns_of(request.pattern):
-        if not isinstance(pattern, HeadNeighbourhoods):
-            return f"serves no {pattern.noun}, which is a part of the union"
     part = request.part
     if request.slots is not None or (part and (part.in_float or not has_all_keys(part, request.pattern.shape))):
         return "computes no part of a grid but a query_box"
@@ -132,12 +152,15 @@ def _of_keys(q: Tensor, k: Tensor, request: Request) -> str:
         return refused
     if torch.compiler.is_compiling():  # sides may be symbols there, of which no lists are made
         return ""
-    if (size := _lists_bytes(request)) > grid_lists.LARGEST:
+    if (size := _lists_bytes(q, request)) > grid_lists.LARGEST:
         return f"serves lists of up to {grid_lists.LARGEST:,} bytes, got {size:,}"
     return ""
 
 
-def _lists_bytes(request: Request) -> int:
+def _lists_bytes(q: Tensor, request: Request) -> int:
+    # Those of all patterns: a union one by one needs them all in each call.
+    if isinstance(request.pattern, Union) and not is_one_pass(q, request):
+        return sum(_lists_bytes(q, replace(request, pattern=pattern)) for pattern in request.pattern.patterns)
     return sum(grid_lists.lists_bytes(patterns, _box(request)) for patterns in heads_by_patterns(request.pattern))
 
 
@@ -150,24 +173,66 @@ def _workspace(
     arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
     # The lists are kept for later calls. Where windows differ by head, each set of heads is copied, with its results.
-    workspace = {"lists": _lists_bytes(request)}
+    inputs = Tensors(*(arguments[0] if direction == "forward" else arguments[1]))
+    workspace = {"lists": _lists_bytes(inputs.q, request)}
     sets = heads_by_patterns(request.pattern).values()
     tiles = max(_tiles(patterns, request) for patterns in heads_by_patterns(request.pattern))
     workspace |= listed.kernel_workspace(arguments, request, direction, device, returned, tiles)
     if len(sets) == 1:
         return workspace
-    inputs = Tensors(*(arguments[0] if direction == "forward" else arguments[1]))
     lse = WORKING_DTYPE[inputs.q.dtype].itemsize * inputs.q.numel() // inputs.q.shape[3]
     copies = sum(x.nbytes for x in inputs.with_rows)
     copies = copies + inputs.q.nbytes + lse if direction == "forward" else 2 * (copies + inputs.q.nbytes) + lse
     return workspace | {"a set of heads": copies * max(map(len, sets)) // inputs.k.shape[2]}
 
 
-def _backend(serves: type[Pattern], note: str) -> Backend:
-    return Backend(
-        serves=serves,
+def _functions(device: torch.device) -> tuple[Forward, Backward]:
+    listed.kernels(device)  # raises where they do not load
+    return forward, backward
+
+
+def in_one_pass_where_it_pays(by_parts: Backend) -> Backend:
+    """The backend for unions that is one pass where `is_one_pass`, and is another elsewhere.
+
+    by_parts: that other one, pattern by pattern.
+    """
+
+    def functions(device: torch.device) -> tuple[Forward, Backward]:
+        of_parts = by_parts.functions(device)
+        return partial(_forward_of_union, of_parts[0]), partial(_backward_of_union, of_parts[1])
+
+    def workspace(
+        arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
+    ) -> dict[str, int] | None:
+        inputs = Tensors(*(arguments[0] if direction == "forward" else arguments[1]))
+        of_call = _workspace if is_one_pass(inputs.q, request) else by_parts.workspace
+        return of_call(arguments, request, direction, device, returned)
+
+    def of_keys(q: Tensor, k: Tensor, request: Request) -> str:
+        return by_parts.of_keys(q, k, request) or _of_keys(q, k, request)
+
+    note = f"{NOTE}; a union in one pass if short or of no more tiles than its parts, else {by_parts.note}"
+    return replace(by_parts, note=note, functions=functions, of_keys=of_keys, workspace=workspace)
+
+
+def _forward_of_union(of_parts: Forward, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    run = forward if is_one_pass(inputs.q, request) else of_parts
+    return run(inputs, request)
+
+
+def _backward_of_union(
+    of_parts: Backward, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None = None,
+) -> Tensors:  # fmt: skip
+    run = backward if is_one_pass(inputs.q, request) else of_parts
+    return run(dout, inputs, out, lse, request, dlse=dlse)
+
+
+BACKENDS = (
+    Backend(
+        serves=HeadNeighbourhoods,
         name="lists",
-        note=note,
+        note=NOTE,
         colour="#56B4E9",
         functions=_functions,
         limits=_limits,
@@ -177,15 +242,5 @@ def _backend(serves: type[Pattern], note: str) -> Backend:
         caveat=listed.CAVEAT,
         workspace=_workspace,
         options=("part",),
-    )
-
-
-def _functions(device: torch.device) -> tuple[Forward, Backward]:
-    listed.kernels(device)  # raises where they do not load
-    return forward, backward
-
-
-BACKENDS = (
-    _backend(HeadNeighbourhoods, NOTE),
-    _backend(Union, f"{NOTE}; one pass over the lists of all neighbourhoods of the union"),
+    ),
 )

@@ -166,15 +166,18 @@ def _workspace(
     name: str, backends_for: BackendsFor, arguments: tuple, request: Request, direction: str, device: torch.device,
     returned: int,
 ) -> dict[str, int] | None:  # fmt: skip
-    # The workspace of the largest part, beside results or sums in float32.
-    largest = 0
+    # The workspace of the largest part, beside the lists of all parts, which are kept, and results or sums in float32.
+    largest, lists = 0, 0
     for pattern in request.pattern.patterns:
         workspace = backends_for(pattern)[name].workspace
         part_bytes = workspace and workspace(arguments, replace(request, pattern=pattern), direction, device, returned)
         if part_bytes is None:
             return None
-        largest = max(largest, sum(part_bytes.values()))
+        part_lists = part_bytes.get("lists", 0)
+        lists += part_lists
+        largest = max(largest, sum(part_bytes.values()) - part_lists)
     tensors = arguments[0] if direction == "forward" else arguments[1]
     wide = WORKING_DTYPE[tensors.q.dtype].itemsize
     count = tensors.q.numel() if direction == "forward" else sum(x.numel() for x in tensors if x is not None)
-    return {"of a part": largest, "merged, float32": 3 * wide * count}
+    merged = {"of a part": largest, "merged, float32": 3 * wide * count}
+    return {"lists": lists} | merged if lists else merged

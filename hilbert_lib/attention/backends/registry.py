@@ -52,10 +52,10 @@ def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
 
 
 def _serving_unions() -> dict[str, Backend]:
-    # Part by part, but "reference" and the backends that serve whole unions.
-    whole = {name: each for name, each in _serving(Union).items() if name == "reference" or each.serves is Union}
+    # Part by part, but "reference", and "lists" in some calls.
     by_parts = {name: part_by_part(name, backends_for, _caveats(name), _lse_columns(name)) for name in NAMES}
-    return by_parts | whole
+    by_parts["lists"] = listed_grid.in_one_pass_where_it_pays(by_parts["lists"])
+    return by_parts | {"reference": _serving(Union)["reference"]}
 
 
 def _serving_all_pairs() -> dict[str, Backend]:

@@ -33,6 +33,7 @@ from hilbert_lib import (
     neighbourhood_attention,
 )
 from hilbert_lib.attention import grid_lists, rules
+from hilbert_lib.attention.backends import listed_grid
 from hilbert_lib.lab.selection import candidates
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.lab.workload import Workload
@@ -46,6 +47,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 WITH_DLSE = False, True
 PLANE = ((20, 18), (5, 7), 1, 1, False, "shift")  # of several blocks with several tiles each
 NEAR = Neighbourhood((8, 9), (3, 5))
+WIDE = Neighbourhood((8, 9), 5)
 FAR = Neighbourhood((8, 9), 3, dilation=2)
 
 
@@ -112,18 +114,29 @@ def test_windows_are_those_of_the_kv_head_of_each_group():
 
 
 @pytest.mark.parametrize(
-    ("union", "heads", "order", "more"),
+    ("union", "heads", "order", "more", "most_pairs", "passes"),
     [
-        ("near and far", "grouped", "random", "extra and padding"),
-        ("round and causal", "windows", "none", "extra"),
-        ("a line three times", GROUPED_WINDOWS, "box", "padding"),
+        ("near and far", "grouped", "random", "extra and padding", 0, 2),
+        ("near and far", "grouped", "random", "extra and padding", 2**19, 1),
+        ("round and causal", "windows", "none", "extra", 0, 4),
+        ("a line three times", GROUPED_WINDOWS, "box", "padding", 0, 6),
+        ("near and wide", "grouped", "hilbert", "extra and padding", 0, 1),
+        ("near and wide", GROUPED_WINDOWS, "box", "extra", 0, 2),
     ],
 )
-def test_a_union_is_one_softmax_in_one_pass_for_each_window_of_heads(union, heads, order, more, monkeypatch):
-    forward, calls = launch.forward, []
-    monkeypatch.setattr(launch, "forward", lambda *given: calls.append(given) or forward(*given))
+def test_a_union_is_one_softmax(union, heads, order, more, most_pairs, passes, monkeypatch):
+    """In one pass, or part by part, for each window of heads. most_pairs: of a short call."""
+    monkeypatch.setattr(listed_grid, "MOST_PAIRS", most_pairs)
+    calls = {"forward": 0, "backward": 0}
+
+    def counted(name, run, *given):
+        calls[name] += 1
+        return run(*given)
+
+    for name in calls:
+        monkeypatch.setattr(launch, name, partial(counted, name, getattr(launch, name)))
     check_on_grid(union, heads, order, more, torch.float32, "lists", device=DEVICE, with_dlse=True)
-    assert len(calls) == (2 if "windows" in heads else 1)
+    assert calls == {"forward": passes, "backward": passes}
 
 
 def test_a_dropped_bit_of_a_word_is_seen(monkeypatch):
@@ -148,9 +161,9 @@ def test_what_is_no_number_reaches_only_those_who_see_it():
 @pytest.mark.parametrize("order", [None, Ordering.random(72, seed=2)], ids=["rows", "random"])
 def test_the_bits_are_the_same_every_time(order):
     tensors = [torch.randn(1, 72, 2, 16, device=DEVICE) for _ in range(4)]
-    union = Union((NEAR, FAR))
-    first, second = (attended(tensors, union, "lists", ordering=order) for _ in range(2))
-    assert all(map(torch.equal, first, second))
+    for union in (Union((NEAR, FAR)), Union((NEAR, WIDE))):
+        first, second = (attended(tensors, union, "lists", ordering=order) for _ in range(2))
+        assert all(map(torch.equal, first, second))
 
 
 def test_compiled_calls_are_those_of_eager_mode():
@@ -198,17 +211,30 @@ def test_lists_that_are_too_large_are_refused(monkeypatch):
     assert told == f"cannot serve: serves lists of up to {size - 1:,} bytes, got {size:,}"
 
 
+def test_lists_of_all_parts_of_a_union_must_fit_together(monkeypatch):
+    monkeypatch.setattr(listed_grid, "MOST_PAIRS", 0)  # no call is short
+    sizes = [grid_lists.lists_bytes((each,)) for each in (NEAR, FAR)]
+    monkeypatch.setattr(grid_lists, "LARGEST", sum(sizes))
+    attend(X, X, X, Union((NEAR, FAR)), backend="lists")
+    monkeypatch.setattr(grid_lists, "LARGEST", sum(sizes) - 1)
+    told = explain_backend(X, X, X, Union((NEAR, FAR)), backend="lists").reasons["lists"]
+    assert told == f"cannot serve: serves lists of up to {sum(sizes) - 1:,} bytes, got {sum(sizes):,}"
+
+
 def test_explanations_and_estimates_name_it():
     explained = explain_backend(X, X, X, NEAR, backend="lists")
     assert explained.chosen == "lists"
     assert explained.reasons["lists"].startswith("chosen: kernels that walk over lists of keys")
-    whole = explain_backend(X, X, X, Union((NEAR, FAR)), backend="lists").reasons["lists"]
-    assert "one pass over the lists of all neighbourhoods of the union" in whole
+    of_union = explain_backend(X, X, X, Union((NEAR, FAR)), backend="lists").reasons["lists"]
+    assert "a union in one pass if short or of no more tiles than its parts, else the parts" in of_union
     sizes = {"heads": 2, "head_dim": 64, "backend": "lists", "device": "cuda"}
     for direction in ("forward", "backward"):
         told = estimate_memory(Union((NEAR, FAR)), direction=direction, **sizes)
         assert told.items["workspace: lists"] == grid_lists.lists_bytes((NEAR, FAR))
         assert "workspace: lse and delta" not in told.items  # of a short call, whose backward is one launch
+        for union, lists in (((NEAR, FAR), [(NEAR,), (FAR,)]), ((NEAR, WIDE), [(NEAR, WIDE)])):
+            told = estimate_memory(Union(union), direction=direction, **sizes, batch=999)
+            assert told.items["workspace: lists"] == sum(map(grid_lists.lists_bytes, lists))
     many = estimate_memory(NEAR, direction="backward", **sizes, batch=999)
     assert many.items["workspace: lse and delta"] == 999 * 8 * 2 * NEAR.length
     heads = replace(NEAR, window=(3, 4)), NEAR
