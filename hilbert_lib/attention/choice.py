@@ -23,8 +23,9 @@ from hilbert_lib.attention.rules import (
     POINTS,
     SHORT_GRID_RECORD,
     SHORT_RECORD,
+    UNION_RECORD,
     Rule,
-    first_of_short,
+    first_of,
     grid_rule,
     on_architecture,
 )
@@ -80,7 +81,7 @@ def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = 
     """
     rule = _rule_for(q, call, gradient=gradient)
     if k is not None and isinstance(call.pattern, AllPairs) and _is_bound_by_host(q, k):
-        rule = _that_serves(first_of_short(rule, "triton", SHORT_RECORD), call)
+        rule = _that_serves(first_of(rule, "triton", SHORT_RECORD), call)
     return _of_tables(rule) if through_table else rule
 
 
@@ -103,8 +104,11 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
         order = "" if call.ordering is None else call.ordering.kind
         rule = grid_rule(q.device.type, q.element_size(), order)
         # Tokens in another order are served by "lists" whatever their number.
-        if rule.order[0] == "hopper" and _has_host(q) and listed_grid.is_short(q, call):
-            rule = first_of_short(rule, "lists", SHORT_GRID_RECORD)
+        if rule.order[0] == "hopper" and _has_host(q):
+            if listed_grid.is_short(q, call):
+                rule = first_of(rule, "lists", SHORT_GRID_RECORD)
+            elif listed_grid.leads_boxes(q, call):
+                rule = first_of(rule, "lists", UNION_RECORD)
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
@@ -234,8 +238,8 @@ def explain(
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    is_short_call = rule.record in (SHORT_RECORD, SHORT_GRID_RECORD)  # its own order is by the host's time
-    off_fast_path = "" if is_short_call and name == "auto" else _off_fast_path(chosen, q, k, call, reasons)
+    is_faster = rule.record in (SHORT_RECORD, SHORT_GRID_RECORD, UNION_RECORD)  # what stands first there
+    off_fast_path = "" if is_faster and name == "auto" else _off_fast_path(chosen, q, k, call, reasons)
     return Explanation(chosen, reasons, rule.record, off_fast_path)
 
 

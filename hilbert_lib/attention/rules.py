@@ -45,6 +45,8 @@ ALL_PAIRS_RULES = {
 SHORT_RECORD = "not measured: one launch stands before several"
 # In a short call on a grid (`listed_grid.is_short`) "lists" has one launch each way, and "hopper" two and three.
 SHORT_GRID_RECORD = "host times on an H200, reports/HISTORY.md"
+# Of a union that `listed_grid.leads_boxes`.
+UNION_RECORD = "unions of narrow windows on an H200, reports/HISTORY.md"
 CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs")
 
 # On grids.
@@ -62,8 +64,8 @@ POINTS = Rule(("triton", "eager"), "the only ones that read lists")
 COMPACT_ORDERS = ("hilbert", "morton", "tile")  # whose blocks are compact
 
 
-def first_of_short(rule: Rule, name: str, record: str) -> Rule:
-    """The rule for a short call: one backend, where the rule knows it, stands first."""
+def first_of(rule: Rule, name: str, record: str) -> Rule:
+    """A rule in which one backend, where the rule knows it, stands first."""
     if name not in rule.order:
         return rule
     return Rule(tuple(dict.fromkeys((name, *rule.order))), record)

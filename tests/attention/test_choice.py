@@ -556,6 +556,32 @@ def test_a_short_call_on_a_grid_goes_to_the_kernels_with_one_launch(monkeypatch,
     assert choice.rule_for(q, call, gradient=True).order[0] == ("lists" if dtype == torch.float32 else "hopper")
 
 
+SQUARE = Neighbourhood((64, 64), 9)
+WIDE_SQUARE, FAR_SQUARE = replace(SQUARE, window=17), replace(SQUARE, dilation=4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "head_dim", "first"),
+    [
+        ((SQUARE, WIDE_SQUARE), 64, "lists"),
+        ((SQUARE, WIDE_SQUARE), 128, "hopper"),
+        ((SQUARE, replace(SQUARE, window=19)), 64, "hopper"),
+        ((SQUARE, FAR_SQUARE), 64, "hopper"),
+        ((HeadNeighbourhoods((SQUARE, WIDE_SQUARE)), SQUARE), 64, "hopper"),
+        ((WIDE_SQUARE,), 64, "hopper"),
+    ],
+)
+def test_a_union_of_narrow_windows_goes_to_the_kernels_with_one_pass(monkeypatch, parts, head_dim, first):
+    device = SimpleNamespace(type="cuda")
+    q = SimpleNamespace(device=device, shape=(1, 4096, 2, head_dim), dtype=torch.bfloat16, element_size=lambda: 2)
+    monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
+    monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
+    call = Request((Union(parts) if len(parts) > 1 else parts[0]).of_heads(2))
+    rule = choice.rule_for(q, call, gradient=True)
+    assert rule.order[0] == first
+    assert (rule.record == rules.UNION_RECORD) == (first == "lists")
+
+
 def test_a_short_call_on_a_grid_is_not_off_the_fast_path(monkeypatch):
     q = torch.ones(1, 256, 2, 64)
     monkeypatch.setattr(choice, "rule_for", lambda *_, **__: Rule(("lists", "hopper"), rules.SHORT_GRID_RECORD))

@@ -6,6 +6,7 @@ first call outside of a CUDA graph. A union is one pass over the lists of all it
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ from hilbert_lib.patterns.union import Union
 
 # Of a short call: of more cells, or more pairs in all heads and sequences, the device takes longer than the host.
 MOST_CELLS, MOST_PAIRS = 1024, 2**19
+# Of a union in one pass, over the tiles of its parts. One pass took 0.69 to 0.91 of the time of its parts at up to 1.11
+# times their tiles, and up to 1.17 from 1.24 times on (an H200, reports/HISTORY.md).
+MOST_TILES = 1.125
+# Of unions that one pass computes in less time than boxes part by part: cells of a window, and head_dim (the same).
+MOST_WINDOW, MOST_HEAD_DIM = 343, 64
 NOTE = "kernels that walk over lists of keys, made once for each grid and kept"
 
 
@@ -59,26 +65,38 @@ def is_short(q: Tensor, request: Request) -> bool:
 
 
 def is_one_pass(q: Tensor, request: Request) -> bool:
-    """Whether a union is one pass over the lists of all patterns: in a short call, or where it has no more tiles."""
-    return is_short(q, request) or has_no_more_tiles(request.pattern, _box(request))
+    """Whether a union is one pass over the lists of all patterns: in a short call, or where it has few tiles more."""
+    return is_short(q, request) or shares_tiles(request.pattern, _box(request))
 
 
 @lru_cache(maxsize=256)
-def has_no_more_tiles(union: Union, box: Box | None) -> bool:
-    """Whether the lists of a union have no more tiles than those of its patterns one by one.
+def shares_tiles(union: Union, box: Box | None) -> bool:
+    """Whether the lists of a union have at most `MOST_TILES` times the tiles of those of its patterns one by one.
 
     That is so where one kind of block suits all patterns, as windows of one dilation and alike in shape: one pass has
-    the same products as one by one, and no merge. A window of another dilation would spread the keys of each block.
+    the products of one by one, and no merge. A window of another dilation would spread the keys of each block.
 
     >>> from hilbert_lib import Neighbourhood
     >>> near, wide, far = (Neighbourhood((32, 32), *rules) for rules in ((5,), (9,), (5, 4)))
-    >>> [has_no_more_tiles(Union((near, other)).of_heads(1), None) for other in (wide, far)]
+    >>> [shares_tiles(Union((near, other)).of_heads(1), None) for other in (wide, far)]
     [True, False]
     """
-    return all(
-        grid_lists.count_tiles(patterns, box) <= sum(grid_lists.count_tiles((near,), box) for near in patterns)
-        for patterns in heads_by_patterns(union)
-    )
+    for patterns in heads_by_patterns(union):
+        alone = sum(grid_lists.count_tiles((near,), box) for near in patterns)
+        if grid_lists.count_tiles(patterns, box) > MOST_TILES * alone:
+            return False
+    return True
+
+
+def leads_boxes(q: Tensor, request: Request) -> bool:
+    """Whether "lists" take less time than boxes on Hopper: for a union of narrow windows in one pass."""
+    union = request.pattern
+    if not isinstance(union, Union) or request.part is not None or q.shape[3] > MOST_HEAD_DIM:
+        return False
+    if not all(isinstance(part, HeadNeighbourhoods) for part in union.patterns) or len(heads_by_patterns(union)) > 1:
+        return False
+    (patterns,) = heads_by_patterns(union)
+    return all(prod(near.window) <= MOST_WINDOW for near in patterns) and is_one_pass(q, request)
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -211,7 +229,7 @@ def in_one_pass_where_it_pays(by_parts: Backend) -> Backend:
     def of_keys(q: Tensor, k: Tensor, request: Request) -> str:
         return by_parts.of_keys(q, k, request) or _of_keys(q, k, request)
 
-    note = f"{NOTE}; a union in one pass if short or of no more tiles than its parts, else {by_parts.note}"
+    note = f"{NOTE}; a union in one pass if short or of about as many tiles as its parts, else {by_parts.note}"
     return replace(by_parts, note=note, functions=functions, of_keys=of_keys, workspace=workspace)
 
 

@@ -226,7 +226,7 @@ def test_explanations_and_estimates_name_it():
     assert explained.chosen == "lists"
     assert explained.reasons["lists"].startswith("chosen: kernels that walk over lists of keys")
     of_union = explain_backend(X, X, X, Union((NEAR, FAR)), backend="lists").reasons["lists"]
-    assert "a union in one pass if short or of no more tiles than its parts, else the parts" in of_union
+    assert "a union in one pass if short or of about as many tiles as its parts, else the parts" in of_union
     sizes = {"heads": 2, "head_dim": 64, "backend": "lists", "device": "cuda"}
     for direction in ("forward", "backward"):
         told = estimate_memory(Union((NEAR, FAR)), direction=direction, **sizes)
