@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
-from math import nan
+from math import isnan, nan
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -387,14 +387,22 @@ def _rate(side: dict) -> float:
     return side["useful_flop"] / _median(side) / 1e9 if "samples_ms" in side else nan
 
 
-def _share(side: dict, reference: dict | None) -> tuple[float, float, float]:
-    # The rate of a side over that of the base, with its interval.
+def _rate_over(side: dict, reference: dict | None) -> float:
+    # The rate of a side over that of the base.
     if reference is None or "samples_ms" not in side or "samples_ms" not in reference:
+        return nan
+    return side["useful_flop"] / reference["useful_flop"] * _median(reference) / _median(side)
+
+
+def _share(side: dict, reference: dict | None) -> tuple[float, float, float]:
+    # The same with its interval.
+    share = _rate_over(side, reference)
+    if isnan(share):
         return nan, nan, nan
     factor, rng = side["useful_flop"] / reference["useful_flop"], np.random.default_rng(SEED)
     base_medians, medians = (resampled_medians(one["samples_ms"], rng) for one in (reference, side))
     low, high = interval_of(factor * base_medians / medians)
-    return factor * _median(reference) / _median(side), low, high
+    return share, low, high
 
 
 def _best_other(records: list[dict], reference: dict | None) -> dict:
@@ -405,6 +413,6 @@ def _best_other(records: list[dict], reference: dict | None) -> dict:
     if timed:
         best = min(timed, key=lambda record: record["ratio"])
         low, high = best["interval"]
-        row |= {"other": best["a"]["name"], "other_share": _share(best["a"], reference)[0]}
+        row |= {"other": best["a"]["name"], "other_share": _rate_over(best["a"], reference)}
         row |= {"other_error": best["a"]["error"], "ratio": best["ratio"], "low": low, "high": high}
     return row

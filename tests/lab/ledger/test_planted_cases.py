@@ -13,6 +13,7 @@ from hilbert_lib.lab.ledger.answer import judge, run_of, set_apart, sweep_of
 from hilbert_lib.lab.ledger.cases import INTERVAL
 from hilbert_lib.lab.ledger.claims import LEDGER
 from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.sweeps import options
 
 pytestmark = pytest.mark.evidence
 READ = {name: claim for name, claim in LEDGER.items() if claim.record}
@@ -20,6 +21,7 @@ SWEEPS = [(name, sweep) for name, claim in READ.items() for sweep in claim.sweep
 FACTORS = (1e3, 1e-3)  # what is measured becomes so many times as large
 # What tells cases apart, or was not measured.
 KEPT = {"parameters", "environment", "point", "ranks", "heads", "kv_heads", "head_dim", "batch", "ms", "model"}
+SHARES = {}
 PLANNED_MEMORY, PLANNED_RATIOS = cache(ring._planned_memory), cache(ring._planned_ratios)
 # Records with no case of their own, each with its reason.
 NO_CASE = {
@@ -44,6 +46,17 @@ def records_of(name):
 def _plans_are_made_once(monkeypatch):
     monkeypatch.setattr(ring, "_planned_memory", PLANNED_MEMORY)
     monkeypatch.setattr(ring, "_planned_ratios", PLANNED_RATIOS)
+
+
+@pytest.fixture(autouse=True)
+def _sides_that_are_not_planted_are_resampled_once(monkeypatch):
+    def share(side, reference, own=options._share):
+        key = tuple(x and (x["useful_flop"], *x.get("samples_ms", ())) for x in (side, reference))
+        if key not in SHARES:
+            SHARES[key] = own(side, reference)
+        return SHARES[key]
+
+    monkeypatch.setattr(options, "_share", share)
 
 
 def scaled(value, factor, chosen, name=""):
