@@ -36,8 +36,8 @@ DIRECTIONS = (
         "001",
         "Hilbert order with block-sparse patterns",
         BUILT,
-        "on grids up to {grid_best} times as fast with FlexAttention at wide windows; over points {points_used_low} to "
-        "{points_used_high} times as many useful pairs in tiles, counted",
+        "on grids up to {grid_best} times as fast with FlexAttention at wide windows; over points "
+        "{points_order_low} to {points_order_high} times as fast as work row by row",
         ("08b_kernels_on_grids", "13_points"),
         ("G2", "G3"),
         ("PointNeighbourhood",),

@@ -53,7 +53,7 @@ from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.in_print import FUSED, OURS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.learning import TEXT
-from hilbert_lib.lab.sweeps.points import POINT_SWEEP
+from hilbert_lib.lab.sweeps.points import AS_GIVEN, ORDER_SWEEP, POINT_SWEEP
 from hilbert_lib.lab.sweeps.processes import process_table
 from hilbert_lib.lab.sweeps.video import step_table
 from hilbert_lib.lab.tables import both_ways, fused_name, side_table
@@ -384,7 +384,8 @@ def _points() -> dict:
 
 def _timed_points() -> dict[str, str]:
     """Time of patches, of boxes, and of FlexAttention in its fastest order and block, over that of lists; and of its
-    blocks of 128 over cells stored row by row over that in Hilbert order. Of the record of notebook 13.
+    blocks of 128 over cells stored row by row over that in Hilbert order; of lists whose work goes row by row over that
+    in our own order. Of the record of notebook 13.
     """
     found, slots = committed_records("13_points"), {}
     for kernel in ("patches", "blocks", "boxes"):
@@ -392,6 +393,8 @@ def _timed_points() -> dict[str, str]:
     case = ["direction", "cloud", "points", "window", "head_dim"]
     by_order = kernels.ratios(found, sweep=POINT_SWEEP).pivot(index=case, columns="base", values="value")
     stored = by_order["blocks of 128, raster"] / by_order["blocks of 128, hilbert"]
+    orders = kernels.ratios(found, sweep=ORDER_SWEEP)
+    slots |= _ends("points_order", orders[orders.base == f"raster{AS_GIVEN}"].value)
     return slots | _ends("points_storage", stored) | {"points_works": str(len(stored))}
 
 

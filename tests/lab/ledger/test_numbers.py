@@ -17,7 +17,6 @@ from hilbert_lib.lab.ledger.numbers import SLOT, fill, filled_texts, numbers
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records
 
 pytestmark = pytest.mark.evidence
-WAITING = {"13"}  # notebooks whose first whole run on a GPU is still to be made
 
 
 def pairs(notebook, sweep, a, b, **given):
@@ -55,7 +54,7 @@ def test_the_table_of_runs_has_the_newest_of_each_notebook_and_machine():
     kinds = [(folder.split("/")[1], folder.split("/")[3][:2]) for folder in folders]
     assert len(kinds) == len(set(kinds))
     notebooks = {path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert {name for _, name in kinds} == notebooks - WAITING
+    assert {name for _, name in kinds} == notebooks
     newest = newest_run("06_kernel_benchmarks").relative_to(ROOT).as_posix()
     assert newest in folders
 
@@ -286,3 +285,12 @@ def test_the_loop_over_segments_has_a_ratio_for_each_segment():
     assert ledger_numbers._over_segments(table) == "1.6 to 39 times as long at segments of 128 to 4,096"
     of_one = table[table.segment == 1024]
     assert ledger_numbers._over_segments(of_one) == "5.4 to 8.1 times as long at a segment of 1,024"
+
+
+def test_work_row_by_row_over_points_is_that_of_the_samples():
+    found = pairs("13_points", "orders of points", "raster, stored raster", "")
+    ratios = [statistics.median(each["a"]["samples_ms"]) / statistics.median(each["b"]["samples_ms"]) for each in found]
+    slots = numbers()
+    assert len(ratios) == int(slots["points_works"])
+    assert float(slots["points_order_low"]) == pytest.approx(min(ratios), rel=0.02)
+    assert float(slots["points_order_high"]) == pytest.approx(max(ratios), rel=0.02)
