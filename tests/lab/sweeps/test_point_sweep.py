@@ -276,4 +276,4 @@ def test_the_notebook_draws_and_judges_a_record_of_times(records, capsys, rough_
     assert "lists are ahead of patches in 4 of 4 works, and behind in 0" in told
     assert "patches, forward: wanted 1.67, found 7.00 to 7.00, met in 2 of 2 works" in told
     assert "blocks, forward: wanted 5.00, found 21.00 to 21.00, met in 2 of 2 works" in told
-    assert [type(each).__name__ for each in shown] == ["Figure", "DataFrame", "DataFrame", "Figure"]
+    assert [type(each).__name__ for each in shown] == ["Figure", "Figure", "DataFrame", "DataFrame", "Figure"]
