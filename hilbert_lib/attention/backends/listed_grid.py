@@ -89,9 +89,11 @@ def shares_tiles(union: Union, box: Box | None) -> bool:
 
 
 def leads_boxes(q: Tensor, request: Request) -> bool:
-    """Whether "lists" take less time than boxes on Hopper: for a union of narrow windows in one pass."""
+    """Whether "lists" take less time than boxes on Hopper: for a union of several narrow windows in one pass."""
     union = request.pattern
     if not isinstance(union, Union) or request.part is not None or q.shape[3] > MOST_HEAD_DIM:
+        return False
+    if len(union.patterns) == 1:  # boxes have one pass, too, as for the window itself
         return False
     if not all(isinstance(part, HeadNeighbourhoods) for part in union.patterns) or len(heads_by_patterns(union)) > 1:
         return False
@@ -106,7 +108,8 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     if len(sets) == 1:
         return run(inputs, _with_lists(request, *sets, inputs.q.device))
     batch, queries, heads, _ = inputs.q.shape
-    out, lse = torch.empty_like(inputs.q), inputs.q.new_empty(batch, heads, queries, dtype=torch.float32)
+    # Contiguous whatever the strides of q, as torch.compile takes them to be.
+    out, lse = inputs.q.new_empty(inputs.q.shape), inputs.q.new_empty(batch, heads, queries, dtype=torch.float32)
     for patterns, kv_heads in sets.items():
         own, own_kv = _heads(kv_heads, heads // inputs.k.shape[2], out.device)
         own_request = _with_lists(request, patterns, out.device)
@@ -122,7 +125,7 @@ def backward(
     sets = heads_by_patterns(request.pattern)
     if len(sets) == 1:
         return run(dout, inputs, out, lse, _with_lists(request, *sets, dout.device), dlse)
-    grads = [torch.empty_like(x) for x in inputs.with_rows]
+    grads = [x.new_empty(x.shape) for x in inputs.with_rows]
     for patterns, kv_heads in sets.items():
         own, own_kv = _heads(kv_heads, inputs.q.shape[2] // inputs.k.shape[2], dout.device)
         own_dlse = None if dlse is None else dlse[:, own]

@@ -113,6 +113,13 @@ def test_windows_are_those_of_the_kv_head_of_each_group():
     check_grouped_windows("lists", torch.float32, device=DEVICE)
 
 
+@pytest.mark.parametrize("pattern", [(NEAR, replace(NEAR, window=(3, 4))), NEAR], ids=["windows by head", "one window"])
+def test_results_are_contiguous_whatever_the_strides_of_q(pattern):
+    """As torch.compile takes them to be."""
+    tensors = [torch.randn(1, 2, 72, 16, device=DEVICE).transpose(1, 2) for _ in range(4)]
+    assert all(x.is_contiguous() for x in attended(tensors, pattern, "lists"))
+
+
 @pytest.mark.parametrize(
     ("union", "heads", "order", "more", "most_pairs", "passes"),
     [
