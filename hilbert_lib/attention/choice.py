@@ -238,7 +238,7 @@ def explain(
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    is_faster = rule.record in (SHORT_RECORD, SHORT_GRID_RECORD, UNION_RECORD)  # what stands first there
+    is_faster = rule.record in (SHORT_RECORD, SHORT_GRID_RECORD, UNION_RECORD) and chosen == rule.order[0]
     off_fast_path = "" if is_faster and name == "auto" else _off_fast_path(chosen, q, k, call, reasons)
     return Explanation(chosen, reasons, rule.record, off_fast_path)
 

@@ -252,7 +252,7 @@ def rollout(model: SlideModel, tiles: Tensor, places: Tensor) -> tuple[Tensor, T
     Returns the weights of the first block alone, and the weights through all blocks. Both are means over heads. Through
     blocks half of each token's weight stays with the token (attention rollout, arXiv 2005.00928).
     """
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode has no gradient
         x, inputs = model.tokens(tiles, places), []
         for block in model.blocks:
             inputs.append(block.attention_norm(x))

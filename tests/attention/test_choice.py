@@ -569,6 +569,7 @@ WIDE_SQUARE, FAR_SQUARE = replace(SQUARE, window=17), replace(SQUARE, dilation=4
         ((SQUARE, FAR_SQUARE), 64, "hopper"),
         ((HeadNeighbourhoods((SQUARE, WIDE_SQUARE)), SQUARE), 64, "hopper"),
         ((WIDE_SQUARE,), 64, "hopper"),
+        ((Union((SQUARE,)),), 64, "hopper"),
     ],
 )
 def test_a_union_of_narrow_windows_goes_to_the_kernels_with_one_pass(monkeypatch, parts, head_dim, first):
@@ -590,6 +591,8 @@ def test_a_short_call_on_a_grid_is_not_off_the_fast_path(monkeypatch):
     call = Request(SMALL.of_heads(2))
     told = [choice.explain(q, q, call, name, gradient=False).off_fast_path for name in ("auto", "lists")]
     assert told == ["", "of boxes"]
+    monkeypatch.setattr(choice, "choose", lambda *_, **__: "triton")  # what stands first cannot serve
+    assert choice.explain(q, q, call, "auto", gradient=False).off_fast_path == "of boxes"
 
 
 def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):

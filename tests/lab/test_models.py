@@ -116,6 +116,8 @@ def test_rollout_is_the_product_of_the_blocks_matrices(is_dense):
     torch.testing.assert_close(direct, matrices[0][0, 1:])
     torch.testing.assert_close(through, product[0, 1:])
     assert ((direct > 0) == (matrices[0][0, 1:] > 0)).all(), "an unseen tile has a weight"
+    with torch.inference_mode():
+        assert torch.equal(rollout(model, slides.tiles, slides.places)[1], through)
 
 
 def line(seed, steps=60, name="a line"):
