@@ -56,8 +56,7 @@ class Barrier:
 class Queue(deque):
     """What an engine has still to do."""
 
-    def ready(self):
-        return bool(self)
+    ready = deque.__len__
 
     def go_on(self):
         self.popleft()()

@@ -33,10 +33,16 @@ def raw(x):
 
 
 def rounded(array: np.ndarray, dtype) -> np.ndarray:
-    if dtype == gl.bfloat16:
+    # Dtypes are the language's own objects: == between them takes longer than rounding a small tile.
+    if dtype is gl.bfloat16:
         bits = array.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
-    return array.astype(np.float16).astype(np.float32) if dtype == gl.float16 else array
+        result = bits >> 16
+        result &= 1
+        result += 0x7FFF
+        result += bits
+        result &= np.uint32(0xFFFF0000)
+        return result.view(np.float32)
+    return array.astype(np.float16).astype(np.float32) if dtype is gl.float16 else array
 
 
 class Value:
@@ -66,14 +72,14 @@ class Value:
     __int__ = __index__
 
     def to(self, dtype, bitcast=False):
-        if bitcast and dtype == gl.uint32:
+        if bitcast and dtype is gl.uint32:
             return Value(self.array.astype(np.uint32), dtype)
         if bitcast:
             as_bits = self.array if self.array.dtype == np.float32 else self.array.astype(np.int32)
             return Value(as_bits.view(np.float32 if dtype.is_floating() else np.int32), dtype)
         if dtype.is_floating():
-            return Value(rounded(self.array.astype(np.float32), dtype), dtype)
-        return Value(self.array.astype(np.int64), dtype)
+            return Value(rounded(self.array.astype(np.float32, copy=False), dtype), dtype)
+        return Value(self.array.astype(np.int64, copy=False), dtype)
 
     def reshape(self, *shape):
         return Value(self.array.reshape(*shape), self.dtype)
@@ -94,17 +100,19 @@ def _add_operators() -> None:
     both |= {"lshift": operator.lshift, "rshift": operator.rshift}
     compared = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 
-    def method(function: Callable, is_reversed: bool) -> Callable:
+    def method(function: Callable) -> Callable:
         def operate(self, other):
-            other = other.array if type(other) is Value else other
-            return Value(function(other, self.array) if is_reversed else function(self.array, other))
+            return Value(function(self.array, other.array if type(other) is Value else other))
 
         return operate
 
+    def reversed_method(function: Callable) -> Callable:
+        return lambda self, other: Value(function(other, self.array))  # two values have the other method
+
     for name, function in (both | compared).items():
-        setattr(Value, f"__{name}__", method(function, False))
+        setattr(Value, f"__{name}__", method(function))
     for name, function in both.items():
-        setattr(Value, f"__r{name}__", method(function, True))
+        setattr(Value, f"__r{name}__", reversed_method(function))
 
 
 _add_operators()
@@ -115,18 +123,22 @@ class Memory:
 
     def __init__(self, tensor: torch.Tensor):
         self.dtype = DTYPES[tensor.dtype]
+        self.pointed = SimpleNamespace(element_ty=self.dtype)  # the dtype of pointers to it
         cells = tensor.detach().new_empty(0).set_(tensor.untyped_storage())
         is_bits = tensor.dtype == torch.bfloat16
         self.cells = cells.view(torch.int16).numpy().view(np.uint16) if is_bits else cells.numpy()
 
     def decoded(self, cells: np.ndarray) -> np.ndarray:
-        if self.dtype == gl.bfloat16:
-            return (cells.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if self.dtype is gl.bfloat16:
+            bits = cells.astype(np.uint32)
+            bits <<= np.uint32(16)
+            return bits.view(np.float32)
         return cells.astype(np.float32 if self.dtype.is_floating() else np.int64)
 
     def encoded(self, array: np.ndarray) -> np.ndarray:
-        if self.dtype == gl.bfloat16:
-            return (rounded(array.astype(np.float32), self.dtype).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        if self.dtype is gl.bfloat16:
+            bits = rounded(array.astype(np.float32, copy=False), self.dtype).view(np.uint32)
+            return (bits >> np.uint32(16)).astype(np.uint16)
         return array.astype(self.cells.dtype)
 
 
@@ -135,7 +147,7 @@ class Pointer:
 
     def __init__(self, memory: Memory, at):
         self.memory, self.at = memory, at
-        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+        self.dtype = memory.pointed
 
     def __add__(self, more):
         return Pointer(self.memory, self.at + raw(more))
@@ -143,11 +155,18 @@ class Pointer:
     def _reached(self, mask) -> tuple[np.ndarray, np.ndarray]:
         at, mask = np.broadcast_arrays(self.at, True if mask is None else raw(mask))
         at = at[mask]
-        if at.size and not 0 <= at.min() <= at.max() < self.memory.cells.size:
-            raise Fault(f"places {at.min()} to {at.max()} of a storage of {self.memory.cells.size}")
+        self._check(at)
         return at, mask
 
+    def _check(self, at: np.ndarray):
+        if at.size and not 0 <= np.minimum.reduce(at, None) <= np.maximum.reduce(at, None) < self.memory.cells.size:
+            raise Fault(f"places {at.min()} to {at.max()} of a storage of {self.memory.cells.size}")
+
     def load(self, mask, other):
+        if mask is None:
+            at = np.asarray(self.at)
+            self._check(at)
+            return Value(self.memory.decoded(self.memory.cells[at]), self.memory.dtype)
         at, mask = self._reached(mask)
         found = self.memory.decoded(self.memory.cells[at])
         array = np.empty(mask.shape, found.dtype)
@@ -195,8 +214,11 @@ class Descriptor:
     def box(self, at: list[int]) -> np.ndarray:
         """A box, zero outside of the tensor."""
         inside, within = self.parts(at)
+        found = self.memory.decoded(self.whole[inside])
+        if found.shape == tuple(self.block_shape):
+            return found
         box = np.zeros(self.block_shape, np.float32)
-        box[within] = self.memory.decoded(self.whole[inside])
+        box[within] = found
         return box
 
     def reduce(self, function: np.ufunc, at: list[int], box: np.ndarray) -> None:
@@ -270,11 +292,13 @@ def fence():
 def matrix_product(a: np.ndarray, b: np.ndarray, acc: Value | None) -> Value:
     """a times b, added to acc. By torch, since numpy's own library starts threads for it."""
     found = torch.mm(torch.from_numpy(a), torch.from_numpy(b)).numpy()
-    return Value(found if acc is None else found + acc.array)
+    if acc is not None:
+        found += acc.array
+    return Value(found)
 
 
 def on_arrays(function: Callable) -> Callable:
-    return lambda *args: Value(function(*map(raw, args)))
+    return lambda *args: Value(function(*[x.array if type(x) is Value else x for x in args]))
 
 
 def philox(seed: Value, *counter: Value) -> tuple[Value, ...]:
@@ -303,7 +327,7 @@ FUNCTIONS = {
     "minimum": on_arrays(np.fmin),
     "maximum": on_arrays(np.fmax),
     "max": on_arrays(np.fmax.reduce),
-    "sum": on_arrays(np.sum),
+    "sum": on_arrays(lambda x, axis=None: np.add.reduce(x, axis)),
     "exp2": on_arrays(np.exp2),
     "sqrt": on_arrays(np.sqrt),
     "abs": on_arrays(np.abs),

@@ -194,11 +194,13 @@ def inline_asm(asm, constraints, args, *, dtype, is_pure, pack):
 
 def on_registers(asm: str, constraints: str, args: list, pack: int) -> Value:
     """What assembly computes of products in registers, or of a word in each thread of a row."""
-    tiles = np.broadcast_arrays(*map(raw, args))
-    calls = [of_threads(x).reshape(-1, pack, 128) for x in tiles]
-    calls = [x if x.dtype == np.float32 else word(x) for x in calls]
-    found = function_of(asm, constraints, pack)(*(x[:, i] for x in calls for i in range(pack)))
-    return Value(of_tile(np.stack(found, 1).reshape(-1, 128), tiles[0].shape))
+    operands = [np.asarray(raw(x)) for x in args]
+    shape = np.broadcast_shapes(*(x.shape for x in operands))
+    operands = [x if x.dtype == np.float32 else word(x) for x in operands]
+    registers = [x.reshape(-1)[registers_of(x.shape, shape, pack)] for x in operands]
+    found = function_of(asm, constraints, pack)(*(register for x in registers for register in x))
+    tile = np.stack(found).reshape(-1)[places_in_registers(shape, pack)]
+    return Value(tile.astype(np.int64) if tile.dtype == np.uint32 else tile)
 
 
 @lru_cache
@@ -304,18 +306,17 @@ def of_threads(tile: np.ndarray) -> np.ndarray:
     return warps.transpose(3, 1, 5, 0, 2, 4).reshape(-1, 128)
 
 
-def of_tile(elements: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """The tile of which `of_threads` gives these elements."""
-    tile = np.empty(shape[0] * shape[1], elements.dtype)
-    tile[places_of(shape)] = elements
-    tile = tile.reshape(shape)
-    return tile.astype(np.int64) if tile.dtype == np.uint32 else tile
+@lru_cache
+def registers_of(shape: tuple[int, ...], tile: tuple[int, int], pack: int) -> np.ndarray:
+    """Where in an operand of a shape the registers of threads lie, where it is a tile: [pack, calls, threads]."""
+    places = np.broadcast_to(np.arange(prod(shape)).reshape(shape), tile)
+    return np.ascontiguousarray(of_threads(places).reshape(-1, pack, 128).transpose(1, 0, 2))
 
 
 @lru_cache
-def places_of(shape: tuple[int, int]) -> np.ndarray:
-    """Where in a tile each element of `of_threads` lies."""
-    return of_threads(np.arange(shape[0] * shape[1]).reshape(shape))
+def places_in_registers(tile: tuple[int, int], pack: int) -> np.ndarray:
+    """Where in registers [pack, calls, threads] the elements of a tile lie."""
+    return np.argsort(registers_of(tile, tile, pack), axis=None).reshape(tile)
 
 
 def run_line(line: str, registers: dict[str, np.ndarray]) -> None:
