@@ -26,7 +26,8 @@ from hilbert_lib.patterns.union import Union
 # Of a short call: of more cells, or more pairs in all heads and sequences, the device takes longer than the host.
 MOST_CELLS, MOST_PAIRS = 1024, 2**19
 # Of a union in one pass, over the tiles of its parts. One pass took 0.59 to 0.90 of the time of its parts and their
-# merge at up to 1.11 times the tiles, and 0.87 to 2.05 from 1.26 times on (an H200, reports/HISTORY.md).
+# merge at up to 1.11 times the tiles. From 1.26 times on it took 0.87 to 2.05, short calls apart (an H200,
+# reports/HISTORY.md).
 MOST_TILES = 1.125
 # Of unions that one pass computes in less time than boxes part by part: cells of a window, and head_dim (the same).
 MOST_WINDOW, MOST_HEAD_DIM = 343, 64
