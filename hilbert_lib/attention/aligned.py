@@ -62,31 +62,45 @@ class _Rows:
     """The rows of a batch, moved so that each sequence begins at row 0, and back."""
 
     def __init__(self, request: Request, inputs: Tensors):
-        batch, count = inputs.k.shape[:2]
+        count = inputs.k.shape[1]
         begins, row = begins_of(request, count), torch.arange(count, device=inputs.k.device)
-        self._unaligned, self._sequence = request, torch.arange(batch, device=inputs.k.device)[:, None]
+        self._unaligned = request
         self._source, self._target = (row + begins) % count, (row - begins) % count  # (batch, count)
         self._before, self._past = row < begins, row >= count - begins
 
     def moved(self, inputs: Tensors) -> Tensors:
         """q, k and v with each sequence at row 0."""
-        return Tensors(*(x[self._sequence, self._source] for x in inputs[:3]), *inputs[3:])
+        return Tensors(*(_rows(x, self._source) for x in inputs[:3]), *inputs[3:])
 
     def to_front(self, x: Tensor, past: float) -> Tensor:
         """A tensor (batch, rows, ...) with each sequence at row 0, and this value past its end."""
-        return x[self._sequence, self._source].masked_fill_(_as_wide(self._past, x), past)
+        return _rows(x, self._source).masked_fill_(_as_wide(self._past, x), past)
 
     def back(self, x: Tensor, before: float) -> Tensor:
         """The rows moved back, with this value before each sequence."""
-        return x[self._sequence, self._target].masked_fill_(_as_wide(self._before, x), before)
+        return _rows(x, self._target).masked_fill_(_as_wide(self._before, x), before)
 
     def request(self) -> Request:
         """The request of the moved rows."""
         padding = self._unaligned.key_padding_mask
-        padding = None if padding is None else padding[self._sequence, self._source]
+        padding = None if padding is None else _rows(padding, self._source)
         if not _is_causal(self._unaligned):
             padding = self._past if padding is None else padding | self._past
         return replace(self._unaligned, key_start=None, key_padding_mask=padding)
+
+
+def _rows(x: Tensor, numbers: Tensor) -> Tensor:
+    # These rows of each sequence of x (batch, rows, ...), in the layout of x. Where rows, or heads and then rows, lie
+    # evenly in memory one index serves: torch copies whole rows by one, and element by element by two.
+    (batch, count), sequence = x.shape[:2], torch.arange(len(x), device=x.device)[:, None]
+    if x.stride(0) == count * x.stride(1):
+        return x.flatten(0, 1).index_select(0, (sequence * count + numbers).flatten()).view(x.shape)
+    if x.dim() == 4 and x.stride(2) == count * x.stride(1) and x.stride(0) == x.shape[2] * x.stride(2):
+        heads_first = x.transpose(1, 2)
+        head = torch.arange(batch * x.shape[2], device=x.device).view(batch, -1, 1)
+        each = (head * count + numbers[:, None]).flatten()
+        return heads_first.flatten(0, 2).index_select(0, each).view(heads_first.shape).transpose(1, 2)
+    return x[sequence, numbers]
 
 
 def _as_wide(mask: Tensor, x: Tensor) -> Tensor:

@@ -272,6 +272,14 @@ WHOLE += [("triton", is_causal, PATTERN) for is_causal in (False, True)] * (kern
 WHOLE += [("triton", True, WINDOWS)] * (kernel_mode() == "interpreted")
 
 
+LAYOUTS = {
+    "rows": lambda tensors: tensors,
+    "heads first": lambda tensors: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors],
+    "packed": lambda tensors: torch.stack(tensors, dim=2).unbind(2),
+    "batch inside": lambda tensors: [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors],
+}
+
+
 @pytest.mark.parametrize(("backend", "is_causal", "pattern"), WHOLE, ids=str)
 def test_gradients_of_lse_too_are_those_of_each_sequence_alone(backend, is_causal, pattern):
     dtype = torch.float32 if backend == "triton" else torch.float64
@@ -293,6 +301,16 @@ def test_gradients_of_lse_too_are_those_of_each_sequence_alone(backend, is_causa
         found = differentiated(call, (*tensors, dout), dlse)
         right = differentiated(exact, [x.double() for x in (*tensors, dout)], dlse)
         assert_close(found, right, 1e-11 if dtype == torch.float64 else 2e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sequences_are_moved_in_any_layout(layout):
+    # "sdpa" serves sequences at row 0, of which a gradient of the output lies in memory as the caller made it.
+    *tensors, dout = drawn(KEYS, 4, 4, 8, batch=3, dtype=torch.float64)
+    options = {"key_start": torch.tensor([0, 5, 22]), "is_causal": True}
+    exact = attended([*tensors, dout], PATTERN, "reference", **options)
+    found = attended(LAYOUTS[layout]([*tensors, dout]), PATTERN, "sdpa", **options)
+    assert_close(found, exact, 1e-12)
 
 
 @pytest.mark.skipif(kernel_mode() != "interpreted", reason="a GPU's kernels have a test of their own")
