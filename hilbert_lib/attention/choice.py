@@ -107,7 +107,7 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
         if rule.order[0] == "hopper" and _has_host(q):
             if listed_grid.is_short(q, call):
                 rule = first_of(rule, "lists", SHORT_GRID_RECORD)
-            elif listed_grid.leads_boxes(q, call):
+            elif listed_grid.leads_boxes(q, call, gradient=gradient):
                 rule = first_of(rule, "lists", UNION_RECORD)
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))

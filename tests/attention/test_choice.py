@@ -558,27 +558,35 @@ def test_a_short_call_on_a_grid_goes_to_the_kernels_with_one_launch(monkeypatch,
 
 SQUARE = Neighbourhood((64, 64), 9)
 WIDE_SQUARE, FAR_SQUARE = replace(SQUARE, window=17), replace(SQUARE, dilation=4)
+OBLONG = replace(SQUARE, window=(17, 5))
+CUBE = Neighbourhood((16, 16, 16), 3)
 
 
 @pytest.mark.parametrize(
-    ("parts", "head_dim", "first"),
+    ("parts", "head_dim", "gradient", "first"),
     [
-        ((SQUARE, WIDE_SQUARE), 64, "lists"),
-        ((SQUARE, WIDE_SQUARE), 128, "hopper"),
-        ((SQUARE, replace(SQUARE, window=19)), 64, "hopper"),
-        ((SQUARE, FAR_SQUARE), 64, "hopper"),
-        ((HeadNeighbourhoods((SQUARE, WIDE_SQUARE)), SQUARE), 64, "hopper"),
-        ((WIDE_SQUARE,), 64, "hopper"),
-        ((Union((SQUARE,)),), 64, "hopper"),
+        ((SQUARE, WIDE_SQUARE), 64, False, "lists"),
+        ((SQUARE, WIDE_SQUARE), 64, True, "lists"),
+        ((SQUARE, WIDE_SQUARE), 72, True, "hopper"),  # 1.12 times as many boxes as tiles of lists
+        ((SQUARE, replace(SQUARE, window=5)), 128, False, "lists"),
+        ((SQUARE, replace(SQUARE, window=5)), 136, True, "hopper"),
+        ((SQUARE, OBLONG), 128, False, "hopper"),
+        ((SQUARE, OBLONG), 128, True, "lists"),  # 1.28 times
+        ((CUBE, replace(CUBE, window=7)), 128, False, "lists"),  # 2.49 times
+        ((SQUARE, replace(SQUARE, window=19)), 64, True, "hopper"),
+        ((SQUARE, FAR_SQUARE), 64, True, "hopper"),
+        ((HeadNeighbourhoods((SQUARE, WIDE_SQUARE)), SQUARE), 64, True, "hopper"),
+        ((WIDE_SQUARE,), 64, True, "hopper"),
+        ((Union((SQUARE,)),), 64, True, "hopper"),
     ],
 )
-def test_a_union_of_narrow_windows_goes_to_the_kernels_with_one_pass(monkeypatch, parts, head_dim, first):
+def test_a_union_of_narrow_windows_goes_to_the_kernels_with_one_pass(monkeypatch, parts, head_dim, gradient, first):
     device = SimpleNamespace(type="cuda")
     q = SimpleNamespace(device=device, shape=(1, 4096, 2, head_dim), dtype=torch.bfloat16, element_size=lambda: 2)
     monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
     monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
     call = Request((Union(parts) if len(parts) > 1 else parts[0]).of_heads(2))
-    rule = choice.rule_for(q, call, gradient=True)
+    rule = choice.rule_for(q, call, gradient=gradient)
     assert rule.order[0] == first
     assert (rule.record == rules.UNION_RECORD) == (first == "lists")
 

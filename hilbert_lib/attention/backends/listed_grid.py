@@ -29,8 +29,10 @@ MOST_CELLS, MOST_PAIRS = 1024, 2**19
 # merge at up to 1.11 times the tiles. From 1.26 times on it took 0.87 to 2.05, short calls apart (an H200,
 # reports/HISTORY.md).
 MOST_TILES = 1.125
-# Of unions that one pass computes in less time than boxes part by part: cells of a window, and head_dim (the same).
-MOST_WINDOW, MOST_HEAD_DIM = 343, 64
+# Of unions that one pass computes in less time than boxes part by part (the same): cells of a window, and head_dim.
+MOST_WINDOW, MOST_HEAD_DIM = 343, 128
+# From head_dim 65 on: cells of a window, or boxes over tiles of lists, without a gradient and with one.
+WIDE_HEAD_DIM, SMALL_WINDOW, LEAST_BOXES = 65, 81, {False: 1.5, True: 1.15}
 NOTE = "kernels that walk over lists of keys, made once for each grid and kept"
 
 
@@ -89,7 +91,7 @@ def shares_tiles(union: Union, box: Box | None) -> bool:
     return True
 
 
-def leads_boxes(q: Tensor, request: Request) -> bool:
+def leads_boxes(q: Tensor, request: Request, *, gradient: bool) -> bool:
     """Whether "lists" take less time than boxes on Hopper: for a union of several narrow windows in one pass."""
     union = request.pattern
     if not isinstance(union, Union) or request.part is not None or q.shape[3] > MOST_HEAD_DIM:
@@ -99,7 +101,19 @@ def leads_boxes(q: Tensor, request: Request) -> bool:
     if not all(isinstance(part, HeadNeighbourhoods) for part in union.patterns) or len(heads_by_patterns(union)) > 1:
         return False
     (patterns,) = heads_by_patterns(union)
-    return all(prod(near.window) <= MOST_WINDOW for near in patterns) and is_one_pass(q, request)
+    largest = max(prod(near.window) for near in patterns)
+    if largest > MOST_WINDOW or not is_one_pass(q, request):
+        return False
+    if q.shape[3] < WIDE_HEAD_DIM or largest <= SMALL_WINDOW:
+        return True
+    return _boxes_over_tiles(patterns) >= LEAST_BOXES[gradient]
+
+
+@lru_cache(maxsize=256)
+def _boxes_over_tiles(patterns: Patterns) -> float:
+    from hilbert_lib.attention.triton.hopper.grid_launch import count_boxes  # triton is imported only where it is used
+
+    return sum(map(count_boxes, patterns)) / grid_lists.count_tiles(patterns)
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:

@@ -436,18 +436,30 @@ class _Form(NamedTuple):
 def _box_of(near: Neighbourhood) -> tuple[int, int, int]:
     # The box that needs the fewest products of a group and, with strides, the fewest copies for the two of a tile.
     # Without strides one group is a box ahead of the other: copies that only one of them needs cost nothing.
-    axes, ndim = plain.axes_of(near), len(near.axes)
-    cells, is_strided = tuple(axis.cells for axis in axes), any(axis.stride > 1 for axis in axes)
-
-    def copies(box: tuple[int, int, int], sizes: tuple[int, ...]) -> int:
-        seen = (_seen(axis, size, is_strided) for axis, size in zip(axes, sizes, strict=True))
-        boxes = prod(ceil(keys / side) for keys, side in zip(seen, box, strict=True))
-        return _tiles(near, sizes, cells) * boxes
+    stack, is_strided = STACKS[len(near.axes)][0], _is_strided(near)
 
     def work(box: tuple[int, int, int]) -> tuple[int, int]:
-        return copies(box, box), copies(box, _Tiling(box, box, STACKS[ndim][0]).tile) if is_strided else 0
+        return _copies(near, box, box), _copies(near, box, _Tiling(box, box, stack).tile) if is_strided else 0
 
-    return min(BOXES[ndim], key=work)
+    return min(BOXES[len(near.axes)], key=work)
+
+
+def count_boxes(near: Neighbourhood) -> int:
+    """Boxes of 64 keys that the groups of 64 queries of one sequence and head multiply with, the ends of axes apart."""
+    box = _box_of(near)
+    return _copies(near, box, box)
+
+
+def _copies(near: Neighbourhood, box: tuple[int, int, int], sizes: tuple[int, ...]) -> int:
+    # Boxes of keys that tiles of so many queries along each axis see.
+    axes = plain.axes_of(near)
+    seen = (_seen(axis, size, _is_strided(near)) for axis, size in zip(axes, sizes, strict=True))
+    boxes = prod(ceil(keys / side) for keys, side in zip(seen, box, strict=True))
+    return _tiles(near, sizes, tuple(axis.cells for axis in axes)) * boxes
+
+
+def _is_strided(near: Neighbourhood) -> bool:
+    return any(axis.stride > 1 for axis in near.axes)
 
 
 def _seen(axis: Axis, size: int, is_strided: bool) -> int:
