@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -48,6 +49,7 @@ from hilbert_lib.lab.records import (
 from hilbert_lib.lab.resolutions import error_table
 from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, committed_causes, segment_table
+from hilbert_lib.lab.sweeps.clouds import CLOUD_RESULTS, SHARED
 from hilbert_lib.lab.sweeps.contexts import DECODING, STEP, TORCHSCALE
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.in_print import FUSED, OURS
@@ -90,6 +92,7 @@ def numbers() -> dict[str, str]:
     slots |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128, 256)}
     slots |= {
         **_points(),
+        **_shared_clouds(),
         **_timed_points(),
         **_contexts(),
         **_timed_map(),
@@ -371,6 +374,21 @@ def _hidden_on_grids() -> dict[str, str]:
     return slots | {
         "runs_forward_ms": f"{runs['forward_ms']:.2f}",
         "runs_exchange_ms": f"{runs['exchange_ms_forward']:.2f}",
+    }
+
+
+def _shared_clouds() -> dict[str, str]:
+    """Points of each GPU in weak scaling of the largest cloud, on the most GPUs; the share of one GPU's speed that each
+    keeps, back to back, and of queries that see others' points, in percent.
+    """
+    found = [record for record in committed_records(RING, CLOUD_RESULTS) if record["side"] == SHARED]
+    each = [record["points"] // record["ranks"] for record in found]
+    largest = [record for record, points in zip(found, each, strict=True) if points == max(each)]
+    one, *_, most = sorted(largest, key=itemgetter("ranks"))
+    return {
+        "clouds_points": f"{max(each):,}",
+        "clouds_kept": f"{100 * one['sustained_ms'] / most['sustained_ms']:.0f}",
+        "clouds_border": f"{100 * most['border']:.1f}",
     }
 
 

@@ -294,3 +294,14 @@ def test_work_row_by_row_over_points_is_that_of_the_samples():
     assert len(ratios) == int(slots["points_works"])
     assert float(slots["points_order_low"]) == pytest.approx(min(ratios), rel=0.02)
     assert float(slots["points_order_high"]) == pytest.approx(max(ratios), rel=0.02)
+
+
+def test_points_over_gpus_are_those_of_the_samples():
+    lines = read_records(newest_run("07_ring_attention", "clouds.jsonl") / "clouds.jsonl")
+    kept = {each["ranks"]: each for each in lines if each["side"] == "runs of points"}
+    one, most = kept[1], kept[max(kept)]
+    took = [statistics.median(each["sustained_samples_ms"]) for each in (one, most)]
+    slots = numbers()
+    assert int(slots["clouds_points"].replace(",", "")) * most["ranks"] == most["points"]
+    assert float(slots["clouds_kept"]) == pytest.approx(100 * took[0] / took[1], rel=0.02)
+    assert float(slots["clouds_border"]) == pytest.approx(100 * most["border"], abs=0.06)
