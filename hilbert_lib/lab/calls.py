@@ -67,6 +67,7 @@ class Call:
     length: rows of k: tokens, or the cells of the grid.
     queries: rows of q, the last ones of the sequence, as in decoding; 0 for all.
     padded: keys without weight, the last ones; on a grid whole rows of its first axis.
+    left_padded: rows before every sequence, which `key_start` tells.
     extra_keys, extra_queries: on a grid: keys that all queries see, and queries that see all keys.
     documents: how many of equal length lie one after the other, without knowing each other; 0 for one sequence.
     order: the curve along which a grid is stored.
@@ -92,6 +93,7 @@ class Call:
     is_causal: bool = False
     dropout_p: float = 0.0
     padded: int = 0
+    left_padded: int = 0
     extra_keys: int = 0
     extra_queries: int = 0
     has_bias: bool = False
@@ -106,6 +108,8 @@ class Call:
             raise ValueError(f"padded must be whole rows of {row} cells, got {self.padded}")
         if self.padded and self.is_causal:
             raise ValueError("padded must be 0 for a causal call: its useful pairs are not counted")
+        if self.left_padded and (self.padded or self.queries or self.documents or self.pattern.length is not None):
+            raise ValueError("left_padded must be 0 on grids, and beside padded, queries and documents")
         if self.documents and self.length % self.documents:
             raise ValueError(f"documents must divide length, {self.length}, got {self.documents}")
 
@@ -157,6 +161,8 @@ class Call:
                 torch.arange(self.length, device=self.device).expand(self.batch, -1) >= self.length - self.padded
             )
             options["key_padding_mask"] = is_padded if ordering is None else ordering.apply(is_padded, dim=1)
+        if self.left_padded:
+            options["key_start"] = torch.full((self.batch,), self.left_padded, device=self.device)
         if self.queries:
             options["query_start"] = self.length - self.queries
         if self.documents:
@@ -213,7 +219,7 @@ class Call:
 
     @property
     def _sequence_pairs(self) -> int:
-        size = self.length // max(1, self.documents)
+        size = (self.length - self.left_padded) // max(1, self.documents)
         count = {"heads": self.heads, "is_causal": self.is_causal}
         if self.queries:
             return self.pattern.pairs(size, at=range(size - self.queries, size), **count)
@@ -241,7 +247,8 @@ class Call:
             for line, side in zip(self._box, self.pattern.shape, strict=True):
                 rows = rows[..., None] * side + torch.arange(*line, device=self.device)
             return rows.flatten()
-        first, count = max(0, self.length // 2 - SAMPLED_ROWS // 2), min(SAMPLED_ROWS, self.length)
+        middle = (self.length + self.left_padded) // 2
+        first, count = max(0, middle - SAMPLED_ROWS // 2), min(SAMPLED_ROWS, self.length)
         whole = self.queries or (self.length if self.documents else 0)
         return (
             torch.arange(whole, device=self.device) if whole else torch.arange(first, first + count, device=self.device)

@@ -39,6 +39,8 @@ ON_LINES = {
     "padded": {"padded": 4},
     "dropout": {"dropout_p": 0.3},
     "causal": {"is_causal": True},
+    "left padded": {"batch": 2, "left_padded": 6},
+    "causal, left padded": {"is_causal": True, "left_padded": 6},
     "batch": {"batch": 3},
     "decoding": {"queries": 1},
     "documents": {"documents": 4},
@@ -78,10 +80,12 @@ def test_a_wrong_gradient_of_any_input_is_seen(name):
     assert call.error(lying, gradient=True) == pytest.approx(0.01, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["grid padded", "grid joint", "line padded", "line causal", "line dropout"])
+@pytest.mark.parametrize(
+    "name", ["grid padded", "grid joint", "line padded", "line left padded", "line causal", "line dropout"]
+)
 def test_a_wrong_output_is_seen(name):
     call = CALLS[name]
-    changed = replace(call, padded=0, extra_queries=0, extra_keys=0, is_causal=False, dropout_p=0.0)
+    changed = replace(call, padded=0, left_padded=0, extra_queries=0, extra_keys=0, is_causal=False, dropout_p=0.0)
 
     def without_option(x):
         out = changed.by().attend(Inputs(x.q, x.k, x.v))
@@ -94,7 +98,7 @@ def test_a_wrong_output_is_seen(name):
 def test_pairs_are_those_that_have_a_weight(name):
     """Counted by the gradient of v: with uniform weights each pair of a row adds 1 / pairs of the row."""
     call = CALLS[name]
-    keys = torch.arange(call.length)
+    keys = torch.arange(call.length - call.left_padded)
     documents = keys // (call.length // max(1, call.documents))
     total = 0
     for head in range(call.heads):
@@ -130,6 +134,8 @@ def test_what_cannot_be_counted_is_refused_on_grids(changes, message):
 def test_what_cannot_be_counted_is_refused_along_sequences():
     with pytest.raises(ValueError, match="padded must be 0 for a causal call"):
         replace(LINE, padded=4, is_causal=True)
+    with pytest.raises(ValueError, match="left_padded must be 0 on grids, and beside padded, queries and documents"):
+        replace(LINE, left_padded=4, queries=1)
     with pytest.raises(ValueError, match="documents must divide length, 32, got 5"):
         replace(LINE, documents=5)
 
