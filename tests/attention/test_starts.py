@@ -305,7 +305,7 @@ def test_gradients_of_lse_too_are_those_of_each_sequence_alone(backend, is_causa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sequences_are_moved_in_any_layout(layout):
-    # "sdpa" serves sequences at row 0, of which a gradient of the output lies in memory as the caller made it.
+    # "sdpa" needs sequences at row 0. The gradient of its output keeps the caller's layout.
     *tensors, dout = drawn(KEYS, 4, 4, 8, batch=3, dtype=torch.float64)
     options = {"key_start": torch.tensor([0, 5, 22]), "is_causal": True}
     exact = attended([*tensors, dout], PATTERN, "reference", **options)

@@ -29,9 +29,9 @@ MOST_CELLS, MOST_PAIRS = 1024, 2**19
 # merge at up to 1.11 times the tiles. From 1.26 times on it took 0.87 to 2.05, short calls apart (an H200,
 # reports/HISTORY.md).
 MOST_TILES = 1.125
-# Of unions that one pass computes in less time than boxes part by part (the same): cells of a window, and head_dim.
+# Bounds within which one pass beats boxes part by part (the same record): cells of a window, and head_dim.
 MOST_WINDOW, MOST_HEAD_DIM = 343, 128
-# From head_dim 65 on: cells of a window, or boxes over tiles of lists, without a gradient and with one.
+# From head_dim 65 on: cells of a window, or else boxes over tiles of lists, without a gradient and with one.
 WIDE_HEAD_DIM, SMALL_WINDOW, LEAST_BOXES = 65, 81, {False: 1.5, True: 1.15}
 NOTE = "kernels that walk over lists of keys, made once for each grid and kept"
 

@@ -445,7 +445,7 @@ def _box_of(near: Neighbourhood) -> tuple[int, int, int]:
 
 
 def count_boxes(near: Neighbourhood) -> int:
-    """Boxes of 64 keys that the groups of 64 queries of one sequence and head multiply with, the ends of axes apart."""
+    """Products of 64 queries and 64 keys for one sequence and head, with windows whole at the ends of axes."""
     box = _box_of(near)
     return _copies(near, box, box)
 
