@@ -91,7 +91,7 @@ class _Rows:
 
 def _rows(x: Tensor, numbers: Tensor) -> Tensor:
     # These rows of each sequence of x (batch, rows, ...), with heads first in memory where x has them so. With one
-    # index torch copies whole rows, with two single elements. One serves where rows, or heads and then rows, lie evenly.
+    # index torch copies whole rows, with two single elements. One serves where rows, or heads and rows, lie evenly.
     (batch, count), sequence = x.shape[:2], torch.arange(len(x), device=x.device)[:, None]
     if x.stride(0) == count * x.stride(1):
         return x.flatten(0, 1).index_select(0, (sequence * count + numbers).flatten()).view(x.shape)
