@@ -303,6 +303,18 @@ def test_gradients_of_lse_too_are_those_of_each_sequence_alone(backend, is_causa
         assert_close(found, right, 1e-11 if dtype == torch.float64 else 2e-4)
 
 
+@pytest.mark.parametrize("pattern", [PATTERN, Neighbourhood((KEYS,), 5, is_causal=True)], ids=str)
+def test_many_queries_on_a_cpu_make_no_scores_of_all_keys(monkeypatch, pattern):
+    monkeypatch.delattr("hilbert_lib.attention.backends.reference.forward_by_rows")
+    options, queries = starts_of("padded, prefilled")
+    q, k, v, _ = drawn(queries, 4, 2, 8, batch=4, keys=KEYS, dtype=torch.float64)
+    call = partial(attend, q, k, v, pattern, backend="eager", **options)
+    assert call().isfinite().all()
+    if pattern is PATTERN:
+        with pytest.raises(AttributeError, match="forward_by_rows"):
+            call(dropout_p=0.5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sequences_are_moved_in_any_layout(layout):
     # "sdpa" needs sequences at row 0. The gradient of its output keeps the caller's layout.

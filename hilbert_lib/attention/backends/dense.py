@@ -6,6 +6,7 @@ masks, no dropout and no causal shift: `Eager` does, on every device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -231,10 +232,11 @@ def _cudnn_here(q: Tensor, call: Request) -> str:
     return gpu_refusal(q) or _absence("cudnn_attention")
 
 
-def _eager_forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
+def _eager_forward(inputs: Tensors, call: Request, *, is_on_cpu: bool) -> tuple[Tensor, Tensor]:
+    run = partial(strided.forward, kernel=Eager)
     if has_starts(call):  # views have one beginning for all sequences
-        return gathered.results(inputs, call)
-    return strided.forward(inputs, call, Eager)
+        return gathered.results(inputs, call, run if is_on_cpu else None)
+    return run(inputs, call)
 
 
 def _eager_backward(
@@ -245,6 +247,8 @@ def _eager_backward(
     return strided.backward(dout, inputs, out, lse, call, Eager, dlse)
 
 
+# By whether a CPU computes, whose host may read where sequences begin.
+_EAGER = {is_on_cpu: (partial(_eager_forward, is_on_cpu=is_on_cpu), _eager_backward) for is_on_cpu in (False, True)}
 # The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/limits/test_estimate.py holds
 # them against what a GPU allocates.
 ON_CPU = WithoutLse if _absence("flash_attention_for_cpu") else CpuFlash
@@ -270,7 +274,7 @@ BACKENDS = (
         note="matrix products over strided views",
         colour="#999999",
         caveat=SPREADS,
-        functions=lambda device: (_eager_forward, _eager_backward),
+        functions=lambda device: _EAGER[device.type == "cpu"],
         options=STARTS,
     ),
 )

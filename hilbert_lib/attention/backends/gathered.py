@@ -1,15 +1,20 @@
-"""A few queries of sequences that begin at unequal rows: the keys that each may see are gathered. No others are read.
+"""Queries of sequences that begin at unequal rows.
+
+Of a few queries the keys that each may see are gathered, and no others are read:
 
 position of the query     -> positions that it may see, as many for each -> their rows of k -> one softmax
+
+Of more queries a CPU, which knows the rows, computes one sequence after the other. Elsewhere masks are dense.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import reference
+from hilbert_lib.attention.grid_parts import part_of_box
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import begins_of, lengths_of, positions_of
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -20,11 +25,64 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 GATHERED_PER_KEY = 4
 
 
-def results(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    """Output and lse as `reference.forward`; with many queries by dense masks."""
+def results(
+    inputs: Tensors, request: Request, run: Callable[[Tensors, Request], tuple[Tensor, Tensor]] | None
+) -> tuple[Tensor, Tensor]:
+    """Output and lse as `reference.forward`.
+
+    run: the forward of one sequence that begins at a number, where the host may read the beginnings; else None.
+    """
     if _gathers(inputs, request):
         return _gathered_results(inputs, request)
-    return reference.forward_by_rows(inputs, request)
+    is_known = isinstance(request.pattern, DilatedPattern | HeadNeighbourhoods)
+    # Dropout goes by the number of a sequence in its batch, and a table by rows of the whole k.
+    if run is None or not is_known or request.dropout_p > 0.0 or request.inverse is not None:
+        return reference.forward_by_rows(inputs, request)
+    return _one_by_one(inputs, request, run)
+
+
+def _one_by_one(
+    inputs: Tensors, request: Request, run: Callable[[Tensors, Request], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    (batch, queries, heads, _), keys = inputs.q.shape, inputs.k.shape[1]
+    out = inputs.q.new_zeros(inputs.q.shape)
+    lse = inputs.q.new_full((batch, heads, queries), -torch.inf, dtype=WORKING_DTYPE[inputs.q.dtype])
+    begins = _numbers(request.key_start, 0, batch)
+    firsts = _numbers(request.query_starts, request.first_query, batch)
+    for b, (begin, first) in enumerate(zip(begins, firsts, strict=True)):
+        begin = min(max(begin, 0), keys)
+        low, high = max(begin, first), min(keys, first + queries)  # rows of k at which there are queries
+        if low >= high:
+            continue
+        own, rows = slice(b, b + 1), slice(low - first, high - first)
+        extra = (None if x is None else x[own] for x in inputs.extra)
+        alone = Tensors(inputs.q[own, rows], inputs.k[own, begin:], inputs.v[own, begin:], *extra, inputs.bias)
+        out[own, rows], lse[own, :, rows] = run(alone, _request_alone(request, own, begin, low, high, keys))
+    return out, lse
+
+
+def _numbers(starts: Tensor | None, otherwise: int, batch: int) -> list[int]:
+    # Where memory is counted there are no values: from row 0 on a sequence takes the most.
+    if starts is None or starts.is_meta:
+        return [otherwise] * batch
+    return starts.tolist()
+
+
+def _request_alone(request: Request, own: slice, begin: int, low: int, high: int, keys: int) -> Request:
+    # The request of one sequence from row `begin` of k on, with queries at rows low to high - 1.
+    padding, extra_padding = request.key_padding_mask, request.extra_padding_mask
+    alone = replace(
+        request,
+        query_starts=None,
+        key_start=None,
+        key_padding_mask=None if padding is None else padding[own, begin:],
+        extra_padding_mask=None if extra_padding is None else extra_padding[own],
+    )
+    start, stop, length = low - begin, high - begin, keys - begin
+    if isinstance(request.pattern, DilatedPattern):
+        return replace(alone, query_start=None if (start, stop) == (0, length) else start)
+    line = HeadNeighbourhoods(tuple(replace(near, shape=(length,)) for near in request.neighbourhoods))
+    return replace(alone, query_start=None, pattern=line, part=part_of_box([(start, stop)], (length,)))
 
 
 def _gathers(inputs: Tensors, request: Request) -> bool:

@@ -331,7 +331,7 @@ def _forward(inputs: Tensors, request: Request, kernel: Kernel) -> tuple[Tensor,
     # Tiles are of a line of which all sequences have the same cells. Asked here, a warm call opens no file for it.
     if request.key_start is None and request.query_starts is None:
         return forward(inputs, request, kernel)
-    return gathered.results(inputs, request)
+    return gathered.results(inputs, request, partial(forward, kernel=kernel) if kernel is ON_CPU else None)
 
 
 def _backward(
