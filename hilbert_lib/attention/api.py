@@ -167,7 +167,8 @@ def dilated_attention(
         key_start: (batch,) int32 or int64 on the device of q, for a batch that is padded on the left: the row of k at
             which each sequence begins; by default 0. On a GPU the host never reads its values. They are clamped to the
             rows of k. Positions, segments and keys of zeros count from that row: row n of k is position n - key_start.
-            Rows of k before it have no weight. Rows of q before it have output 0 and lse -inf.
+            Rows of k before it have no weight; fill them with finite numbers: some backends multiply a NaN there by 0.
+            Rows of q before it have output 0 and lse -inf.
             A key_padding_mask alone is not the same: it hides the padding, and the sequence lies in other segments.
             Without query_start a copy of q, k, v and out moves each sequence to row 0. Then any backend serves if
             is_causal, otherwise any that takes a key_padding_mask. With query_start the backends serve that take it as

@@ -8,6 +8,7 @@ unwatched_forward             the three, for tensors that nobody watches: torch'
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -199,13 +200,17 @@ def _forward_of_each(served: Served, inputs: Tensors, request: Request) -> tuple
 def _forward_of_one(served: Served, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     # One document, a batch of sequences, or documents where the backend reads their lengths.
     if request.key_start is not None and served.aligns(request):
-        out, lse = aligned_forward(served.forward, inputs, request)
+        out, lse = aligned_forward(partial(_forward_as_loaded, served), inputs, request)
     else:
-        out, lse = served.forward(_as_loaded(inputs), request)
+        out, lse = _forward_as_loaded(served, inputs, request)
     lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
     if _has_zero_keys(request.pattern):
         add_zero_keys(out, lse, request, request.first_query, inputs.k.shape[1], inputs.k.shape[2])
     return out, lse
+
+
+def _forward_as_loaded(served: Served, inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    return served.forward(_as_loaded(inputs), request)
 
 
 def run_backward(
@@ -256,11 +261,18 @@ def _backward_of_one(
     served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None, request: Request
 ) -> tuple[Tensor, ...]:
     if request.key_start is not None and served.aligns(request):
-        results = aligned_backward(served.backward, dout, inputs, out, lse, request, dlse)
+        results = aligned_backward(partial(_backward_as_loaded, served), dout, inputs, out, lse, request, dlse)
     else:
-        results = served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)
+        results = _backward_as_loaded(served, dout, inputs, out, lse, request, dlse)
     missing = (None,) * (len(inputs) - len(results))
     return tuple(_gradient(dout, *each) for each in zip((*results, *missing), inputs, strict=True))
+
+
+def _backward_as_loaded(
+    served: Served, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None = None,
+) -> Tensors:  # fmt: skip
+    return served.backward(_as_kernels_load(dout), _as_loaded(inputs), out, lse, request, dlse=dlse)
 
 
 def _gradient(dout: Tensor, grad: Tensor | None, x: Tensor | None) -> Tensor:

@@ -12,7 +12,9 @@ from cases import (
     SHAPES,
     TOLERANCE,
     assert_close,
+    attended,
     check,
+    differentiated,
     drawn,
     in_pairs,
     lse_error,
@@ -56,6 +58,17 @@ def test_branches_of_half_precision_are_merged_to_rounding():
     # The outputs' rounding is 0.308 of eps, and 0.310 with the lse of the CPU's fast exponential. An lse that is off by
     # 5e-4 in one branch and by -5e-4 in the others makes it 0.34.
     assert norms([out], [expected])[0] < 0.325 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_heads_of_a_group_whose_branch_has_no_row_have_no_keys(backend, tokens):
+    # Head 0 is dense, and is no more than all heads if the others have offsets past the last token.
+    pattern = DilatedPattern((8, 40, 8), (1, 6, 6), mixing="head_groups")
+    tensors = drawn(tokens, 3, 3, 4, batch=2, dtype=torch.float64)
+    exact = differentiated(oracle.attending(pattern), tensors)
+    assert exact[1].isinf().any()
+    assert_close(attended(tensors, pattern, backend), exact, 1e-12)
 
 
 @pytest.mark.full

@@ -384,3 +384,14 @@ def test_a_kernel_without_room_for_the_columns_refuses_and_auto_passes_over_it(n
     dlse = drawn_dlse(lse.detach())
     found = gradients(of_backend(pattern, "auto"), tensors, dlse, True)
     assert_close(found, gradients(oracle.attending(pattern), tensors, dlse, True), 1e-12)
+
+
+@pytest.mark.parametrize("pattern", [DilatedPattern((6,), (1,)), Neighbourhood((6,), 6)], ids=str)
+def test_a_single_column_may_have_any_stride(pattern):
+    tensors = drawn(6, 3, 3, 1, batch=2, dtype=torch.float64)
+    dlse = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    *_, dq, dk, dv = differentiated(oracle.attending(pattern), tensors, dlse)
+    # torch takes these to be contiguous, with a last stride of 3.
+    q, k, v, dout = (x.as_strided(x.shape, (18, 3, 1, 3)).requires_grad_() for x in tensors)
+    found = torch.autograd.grad(attend(q, k, v, pattern, return_lse=True), (q, k, v), (dout, dlse))
+    assert_close(found, [dq, dk, dv], 1e-12)

@@ -277,7 +277,13 @@ LAYOUTS = {
     "heads first": lambda tensors: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors],
     "packed": lambda tensors: torch.stack(tensors, dim=2).unbind(2),
     "batch inside": lambda tensors: [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors],
+    "heads inside": lambda tensors: [heads_inside(torch.cat([x, x], 1))[:, : x.shape[1]] for x in tensors],
+    "head_dim first": lambda tensors: [x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1) for x in tensors],
 }
+
+
+def heads_inside(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @pytest.mark.parametrize(("backend", "is_causal", "pattern"), WHOLE, ids=str)
@@ -315,14 +321,16 @@ def test_many_queries_on_a_cpu_make_no_scores_of_all_keys(monkeypatch, pattern):
             call(dropout_p=0.5)
 
 
+@pytest.mark.parametrize("backend", ["sdpa"] + ["triton"] * (kernel_mode() == "interpreted"))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sequences_are_moved_in_any_layout(layout):
-    # "sdpa" needs sequences at row 0. The gradient of its output keeps the caller's layout.
-    *tensors, dout = drawn(KEYS, 4, 4, 8, batch=3, dtype=torch.float64)
+def test_sequences_are_moved_in_any_layout(layout, backend):
+    # Both need sequences at row 0. The gradient of the output keeps the caller's layout.
+    dtype, close = (torch.float64, 1e-12) if backend == "sdpa" else (torch.float32, 1e-5)
+    *tensors, dout = drawn(KEYS, 4, 4, 8, batch=3, dtype=dtype)
     options = {"key_start": torch.tensor([0, 5, 22]), "is_causal": True}
     exact = attended([*tensors, dout], PATTERN, "reference", **options)
-    found = attended(LAYOUTS[layout]([*tensors, dout]), PATTERN, "sdpa", **options)
-    assert_close(found, exact, 1e-12)
+    found = attended(LAYOUTS[layout]([*tensors, dout]), PATTERN, backend, **options)
+    assert_close(found, exact, close)
 
 
 @pytest.mark.skipif(kernel_mode() != "interpreted", reason="a GPU's kernels have a test of their own")

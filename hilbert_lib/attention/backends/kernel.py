@@ -110,6 +110,10 @@ def gradients(
 
 def with_lse_columns(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
     """dout, q, k, v and out with LSE_COLUMNS columns more, of which a kernel's backward makes the gradient of lse."""
+    # A single column may have any stride. torch would keep it for the columns beside it, which kernels take as dense.
+    dout, q, k, v, out = (
+        x if x.shape[-1] > 1 else x.as_strided(x.shape, (*x.stride()[:-1], 1)) for x in (dout, q, k, v, out)
+    )
     q, k, v = (pad(x, (0, LSE_COLUMNS)) for x in (q, k, v))
     dout, out = (torch.cat(both, -1) for both in zip((dout, out), _columns(dlse[..., None], out.dtype), strict=True))
     return dout, q, k, v, out

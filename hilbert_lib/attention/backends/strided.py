@@ -113,7 +113,9 @@ def _whole(call: Request, q: Tensor, k: Tensor) -> Problem | None:
     if call.dropout_p > 0.0 or call.key_padding_mask is not None or q.shape[1:3] != k.shape[1:3]:
         return None
     blocks = _blocks(call.pattern, call.query_start or 0, q.shape[1], k.shape[1], k.shape[2], False)
+    # Heads of a group whose branch has none of these rows are in no block.
     is_whole = len(blocks) == 1 and blocks[0].rate == 1 and blocks[0].segments == 1
+    is_whole = is_whole and len(range(k.shape[2])[blocks[0].kv_heads]) == k.shape[2]
     return Problem(call.scale, call.is_causal) if is_whole else None
 
 
