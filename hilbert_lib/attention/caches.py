@@ -48,22 +48,31 @@ class KeyValueCache:
         """The rows that the next tokens of each sequence are written into: (batch, count) int64."""
         return self.lengths.long()[:, None] + torch.arange(count, device=self.lengths.device)
 
-    def write(self, k: Tensor, v: Tensor) -> None:
-        """Write keys and values of the next tokens; they count as soon as `advance` says so.
+    def check_room(self, k: Tensor) -> None:
+        """Raise TypeError or ValueError unless keys of the next tokens fit, (batch, tokens, kv_heads, head_dim).
 
-        k, v: (batch, tokens, kv_heads, head_dim). Raises TypeError or ValueError, also where a sequence has no room for
-        them: on a GPU, which is not waited for, that stops the device.
+        Modules ask before a user's `prepare` meets positions of another batch, or past its tables. A GPU is not waited
+        for: a sequence without room stops the device.
         """
-        count = k.shape[1]
         self._check(k)
         if self.is_empty:
             self._ensure(self.lengths == 0, "0 where cache.is_empty is True")
+            return
+        room = self.max_length - k.shape[1]
+        has_room = (self.lengths >= 0) & (self.lengths <= room)
+        self._ensure(has_room, f"from 0 to {room}, max_length {self.max_length} less the tokens of the call")
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Write keys and values of the next tokens, after `check_room`; they count as soon as `advance` says so.
+
+        k, v: (batch, tokens, kv_heads, head_dim). Raises TypeError or ValueError.
+        """
+        count = k.shape[1]
+        self._check(k)  # again: what `prepare` returns may need a gradient
+        if self.is_empty:
             self.k[:, :count], self.v[:, :count] = k, v
             return
         rows = self.rows(count)
-        room = self.max_length - count
-        has_room = (self.lengths >= 0) & (self.lengths <= room)
-        self._ensure(has_room, f"from 0 to {room}, max_length {self.max_length} less the tokens of the call")
         sequence = torch.arange(len(rows), device=rows.device)[:, None]
         self.k[sequence, rows], self.v[sequence, rows] = k.to(self.k.dtype), v.to(self.v.dtype)
 

@@ -201,6 +201,8 @@ class NeighbourhoodAttention(ProjectedAttention):
                 allowed = f"(batch, *grid) = {tuple(x.shape[:-1])}"
                 raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
         q, k, v = self.project(x.flatten(1, -2))
+        if cache is not None:
+            cache.check_room(k)
         if self.prepare is not None:
             is_line = cache is not None or key_start is not None
             place = positions(q, cache, key_start) if is_line else tuple(grid)

@@ -532,6 +532,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
             check_cache(cache, key_padding_mask=padding, cu_seqlens=cu_seqlens)
             if not is_causal:
                 raise ValueError(f"is_causal must be True with a cache, got {is_causal!r}")
+            cache.check_room(k)
         if self.prepare is not None:
             check_documents(q, cu_seqlens, max_seqlen)
             place = positions(q, cache, key_start, cu_seqlens)

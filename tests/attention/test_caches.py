@@ -229,6 +229,22 @@ def twice(**options):
     return decoded(cache=cache, module=module, is_causal=True, **options)
 
 
+def of_another_batch(make, batch):
+    module = make(prepare=Turned())
+    return decoded(torch.ones(batch, 5, EMBED), module=module, **IS_CAUSAL[type(module)])
+
+
+def without_room(make):
+    def looked_up(q, k, positions):
+        table = torch.ones(6)
+        return q * table[positions][..., None, None], k
+
+    module = make(prepare=looked_up)
+    cache = module.make_cache(2, 6)
+    for _ in range(2):
+        decoded(cache=cache, module=module, **IS_CAUSAL[type(module)])
+
+
 def out_of_place():
     cache = multihead().make_cache(2, 6)
     cache.lengths += 1
@@ -259,6 +275,7 @@ def adapted():
 
 IS_CAUSAL = {MultiheadDilatedAttention: {"is_causal": True}, NeighbourhoodAttention: {}}
 CACHE = KeyValueCache(*torch.zeros(2, 2, 6, 2, 4), torch.zeros(2, dtype=torch.int32))
+FOR_TWO = "cache is for 2 sequences of at most 6 tokens, .* "
 MASK, TOKENS = torch.zeros(2, 5, dtype=torch.bool), torch.ones(2, 5, EMBED)
 WRONG = {
     TypeError: [
@@ -302,6 +319,12 @@ WRONG = {
         (lambda: decoded(torch.ones(2, 7, EMBED), is_causal=True), "of at most 6 tokens, with 2 heads of 4; got keys"),
         (lambda: decoded(module=multihead(kv_heads=4), cache=CACHE, is_causal=True), "2 heads of 4; got .* 5, 4, 4"),
         (lambda: decoded(cache=multihead().make_cache(2, 6, device="meta"), is_causal=True), r"of the tokens \(cpu\)"),
+        (lambda: of_another_batch(multihead, 1), FOR_TWO + r"\(1, 5, 2, 4\)"),
+        (lambda: of_another_batch(multihead, 3), FOR_TWO + r"\(3, 5, 2, 4\)"),
+        (lambda: of_another_batch(line, 1), FOR_TWO + r"\(1, 5, 2, 4\)"),
+        (lambda: of_another_batch(line, 3), FOR_TWO + r"\(3, 5, 2, 4\)"),
+        (lambda: without_room(multihead), r"cache.lengths must be from 0 to 1, max_length 6 .*; got \[5, 5\]"),
+        (lambda: without_room(line), r"cache.lengths must be from 0 to 1, max_length 6 .*; got \[5, 5\]"),
         (twice, r"cache.lengths must be from 0 to 1, max_length 6 .*; got \[5, 5\]"),
         (out_of_place, r"cache.lengths must be 0 where cache.is_empty is True; got \[1, 1\]"),
         (
