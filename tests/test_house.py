@@ -371,12 +371,12 @@ print(*sys.modules)
 import warnings, torch
 from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, NeighbourhoodAttention
 from hilbert_lib import dilated_attention, estimate_memory
-q, x, pattern = torch.ones(1, 4, 32, 16), torch.ones(1, 4, 64), DilatedPattern((4,), (1,))
+q, x, pattern = torch.ones(1, 8, 1024, 64), torch.ones(1, 8, 1024), DilatedPattern((4,), (1,))
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    estimate_memory(pattern, length=4, heads=32, head_dim=16, device="cpu")
-    MultiheadDilatedAttention(64, 8, pattern)(x, x, x)
-    NeighbourhoodAttention(64, 8, 2)(x)
+    estimate_memory(pattern, length=8, heads=1024, head_dim=64, device="cpu")
+    MultiheadDilatedAttention(1024, 1024, pattern)(x, x, x)
+    NeighbourhoodAttention(1024, 1024, 2)(x)
     dilated_attention(*[q.transpose(1, 2)] * 3, pattern)
     before = len(seen)
     for _ in range(3):
@@ -504,7 +504,7 @@ def test_a_near_name_is_suggested():
 
 
 def test_tensors_that_look_heads_first_are_warned_of_once(printed):
-    assert printed["heads first"].startswith("0 1 <string> k has 32 heads and 4 rows: ")
+    assert printed["heads first"].startswith("0 1 <string> k has 1024 heads and 8 rows: ")
     assert "give x.transpose(1, 2)" in printed["heads first"]
 
 

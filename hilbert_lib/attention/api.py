@@ -29,6 +29,7 @@ QueryBox = Sequence[tuple[int, int]]  # (start, stop) for each axis of a grid
 # Arguments of other packages that no function here takes, and the reason.
 NO_CAP = "no backend bounds scores by a tanh before the softmax, as Gemma2 does"
 UNSERVED = {"softcap": NO_CAP, "logits_soft_cap": NO_CAP}
+MOST_USUAL_HEADS = 64  # of k: those of LLaMA 65B (arXiv 2302.13971, table 2); few models have more
 
 
 @unscripted
@@ -363,9 +364,11 @@ def _computed_anew(
     if form is None and any(map(is_dtensor, (q, k, v, *options.values()))):
         call = local_call({"q": q, "k": k, "v": v}, door(pattern), options)
         return call.as_dtensors(computed(*call.tensors, call.pattern, **call.options))
-    if called and not isinstance(pattern, PointNeighbourhood):
+    pattern = door(pattern)
+    # The cells of a grid or of points are counted: a k with heads first is refused, and no warning is needed.
+    if called and pattern.length is None and not isinstance(pattern, PointNeighbourhood):
         _warn_of_heads_first(called, k)
-    inputs, request = validated(q, k, v, door(pattern), **options)
+    inputs, request = validated(q, k, v, pattern, **options)
     if request.dropout_p > 0.0:
         request = replace(request, seed=known_calls.new_seed(q.device))
     backend, return_lse = options["backend"], options["return_lse"]
@@ -439,12 +442,15 @@ def check_neighbourhood(neighbourhood: object, prefix: str = "") -> Neighbourhoo
 
 
 def _warn_of_heads_first(function: str, k: Tensor) -> None:
-    # Once, and before anything is refused: another argument's error would hide what is wrong.
+    # Once, and before k is refused: another argument's error would hide what is wrong.
+    # A prompt of few tokens is no mistake, nor is a large model, so the rule asks for both: more heads than k has in
+    # most models, and more than a short sequence explains. Of keys with heads first, "heads" is the length and "rows"
+    # the number of heads: 8 heads are seen from a length of 65 on, 16 from 128 on, 32 from 256 on.
     global _warned
     if _warned or torch.compiler.is_compiling() or not isinstance(k, Tensor) or k.is_nested or k.dim() != 4:
         return
     _, rows, heads, _ = k.shape
-    if heads > rows > 0:
+    if rows > 1 and heads > MOST_USUAL_HEADS and heads >= 8 * rows:
         _warned = True
         warnings.warn(
             f"k has {heads} heads and {rows} rows: {function} takes (batch, seq, heads, head_dim). If heads "

@@ -37,6 +37,7 @@ from hilbert_lib import (
     ring_neighbourhood_attention,
     two_resolution_attention,
 )
+from hilbert_lib.attention import api
 from hilbert_lib.attention.backends import backend, strided
 from hilbert_lib.attention.backends.dense import Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
@@ -321,6 +322,26 @@ def test_bad_input_names_argument_value_and_what_is_allowed(error, call, words):
     for function in (dilated_attention, explain_backend):
         with pytest.raises(error, match=words):
             function(**call)
+
+
+HEADS_FIRST = [((2, 8, 1024, 8), True), ((2, 8, 65, 8), True), ((2, 16, 128, 8), True)]
+HEADS_FIRST += [((1, 1, 8, 8), False), ((1, 1, 128, 8), False)]  # prompts of one token
+HEADS_FIRST += [((1, 2, 32, 8), False), ((1, 2, 64, 8), False)]  # of two
+HEADS_FIRST += [((1, 63, 64, 8), False), ((1, 20, 96, 8), False), ((1, 0, 96, 8), False)]
+
+
+@pytest.mark.parametrize(("shape", "is_likely"), HEADS_FIRST, ids=str)
+@pytest.mark.parametrize("door", [attend, dilated_attention], ids=lambda each: each.__name__)
+def test_heads_that_likely_come_first_are_warned_of_and_short_prompts_are_not(
+    monkeypatch, recwarn, door, shape, is_likely
+):
+    monkeypatch.setattr(api, "_warned", False)
+    x = torch.ones(shape)
+    for _ in range(2):  # said once
+        door(x, x, x, ALIGNED)
+    said = [str(each.message) for each in recwarn if "heads and" in str(each.message)]
+    assert len(said) == is_likely
+    assert all(f"{door.__name__} takes (batch, seq, heads, head_dim). If heads come first" in text for text in said)
 
 
 CAPPED = [attend, dilated_attention, neighbourhood_attention, attention_weights, two_resolution_attention]

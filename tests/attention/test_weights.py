@@ -167,7 +167,6 @@ any_call = given(
 )
 
 
-@pytest.mark.filterwarnings("ignore:k has")  # more heads than rows
 @any_call
 def test_weights_are_those_of_brute_force_and_make_the_output(case, seed, group, masked, ordered):
     found, expected, made, out = compared(case, seed, group, masked, ordered)
