@@ -32,7 +32,11 @@ def check_starts(q: Tensor, k: Tensor, query_start: object, key_start: object) -
     if isinstance(query_start, Tensor):
         _check_tensor("query_start", query_start, k, "an integer, or a (batch,) tensor of int32 or int64")
         return None, query_start
-    start = integer("query_start", query_start, least=0, most=keys - queries)
+    try:
+        start = integer("query_start", query_start, least=0, most=keys - queries)
+    except TypeError:
+        allowed = f"an integer from 0 to {keys - queries}, or a (batch,) tensor of int32 or int64"
+        raise TypeError(f"query_start must be {allowed}; got {query_start!r}") from None
     # A start of 0 with all rows is the call without one, which every backend serves.
     return None if start == 0 and queries == keys else start, None
 

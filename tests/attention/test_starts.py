@@ -521,7 +521,11 @@ test_what_is_no_start_is_refused_by_name_and_value = refusals(
             (given(key_start=3), r"key_start must be a \(batch,\) tensor of int32 or int64, or None; got 3"),
             (given(key_start=ROWS.float()), r"key_start must be .*; got torch.float32"),
             (given(q=X[:, :2], query_start=ROWS.bool()), r"query_start must be an integer, or .*; got torch.bool"),
-            (given(q=X[:, :2], query_start=(1, 2)), r"query_start must be an integer from 0 to 6, got \(1, 2\)"),
+            (
+                given(q=X[:, :2], query_start=(1, 2)),
+                r"from 0 to 6, or a \(batch,\) tensor of .*; got \(1, 2\)",
+            ),
+            (given(q=X[:, :2], query_start=2.0), r"query_start .*, or a \(batch,\) tensor of int32 or int64; got 2.0"),
         ],
         ValueError: [
             (given(key_start=ROWS[:1]), r"key_start must be \(batch,\) = \(2,\), got shape \(1,\)"),
