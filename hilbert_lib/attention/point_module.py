@@ -118,6 +118,10 @@ class PointAttention(ProjectedAttention):
         for name, tokens in (("keys", keys), ("extra", extra)):
             if tokens is not None:
                 self.check_tokens(name, tokens, (x.dim(),), f"of {x.dim()} axes as x is, with embed_dim {{size}}")
+        if self.attention is attend:  # over ranks one's own refusal would leave the others waiting: `ring_attend` asks
+            _check_rows("x", x, points.lists.queries, "points")
+            if keys is not None:
+                _check_rows("keys", keys, points.lists.keys, "keys of the points")
         for name, mask in (("key_padding_mask", key_padding_mask), ("extra_padding_mask", extra_padding_mask)):
             if mask is not None:
                 checks.dense_tensor(name, mask)
@@ -153,3 +157,8 @@ class PointAttention(ProjectedAttention):
         if not return_extra:
             return self.out_proj(results.flatten(2))
         return tuple(self.out_proj(out.flatten(2)) for out in results)
+
+
+def _check_rows(name: str, tokens: Tensor, rows: int, whose: str) -> None:
+    if tokens.shape[-2] != rows:
+        raise ValueError(f"{name} must have a row for each of the {rows} {whose}, got shape {tuple(tokens.shape)}")

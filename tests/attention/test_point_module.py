@@ -170,7 +170,17 @@ POINTS, WITH_KEYS, X = points_of("odd"), points_of("keys"), tokens(2, 90)
 WRONG = [
     (TypeError, "points must be a PointNeighbourhood, got Tensor", partial(layer(), X, X)),
     (ValueError, r"x must be \(batch, points, embed_dim\) or \(points, emb", partial(layer(), X[..., :4], POINTS)),
-    (ValueError, "q must have the 90 cells of its points", partial(layer(), X[:, :80], POINTS)),
+    (
+        ValueError,
+        r"x must .* each of the 90 points, got .* \(2, 80, 16\)",
+        partial(layer(), X[:, :80], POINTS),
+    ),
+    (ValueError, r"x must have a row for each of the 90 points, got .*\(80, 16\)", partial(layer(), X[0, :80], POINTS)),
+    (
+        ValueError,
+        r"keys must have a row for each of the 36 keys of the points, got shape \(2, 90, 16\)",
+        partial(layer(), tokens(2, 130), WITH_KEYS, keys=X),
+    ),
     (ValueError, "keys must be None where points have no keys, got Tensor", partial(layer(), X, POINTS, keys=X)),
     (ValueError, "keys must be the tokens of the points' keys, got None", partial(layer(), tokens(2, 130), WITH_KEYS)),
     (TypeError, "keys must be a tensor, got list", partial(layer(), tokens(2, 130), WITH_KEYS, keys=[1])),
