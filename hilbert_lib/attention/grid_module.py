@@ -118,8 +118,17 @@ class NeighbourhoodAttention(ProjectedAttention):
 
     def _axes(self) -> int:
         # Number of axes, where a rule has one value for each; 0 where none has.
-        others = (rule for name, rule in self.rules.items() if name != "window")
-        return next((len(rule) for rule in (*self._windows(), *others) if isinstance(rule, tuple)), 0)
+        rules = [*self._windows(), *(rule for name, rule in self.rules.items() if name != "window")]
+        return next((len(rule) for rule in rules if isinstance(rule, tuple)), 0)
+
+    def _check_grid(self, x: Tensor) -> None:
+        # Raises ValueError unless the grid of x has as many axes as the rules that have one value for each.
+        axes = self._axes()
+        if axes and x.dim() - 2 != axes:
+            by_axis = {name: rule for name, rule in self.rules.items() if isinstance(rule, tuple)}
+            words = ", ".join(f"{name}={rule!r}" for name, rule in by_axis.items())
+            allowed = f"(batch, *grid, embed_dim), with a grid of {axes} {'axis' if axes == 1 else 'axes'} for {words}"
+            raise ValueError(f"x must be {allowed}; got shape {tuple(x.shape)}")
 
     def _check_rules(self) -> None:
         # What holds of every grid is checked on one of a single cell. Into that edge="wrap" would not fit.
@@ -192,6 +201,8 @@ class NeighbourhoodAttention(ProjectedAttention):
         if is_spread:
             self.refuse_over_ranks(query_box=query_box, key_start=key_start, cache=cache)
             self._check_windows()
+        else:
+            self._check_grid(x)
         if (cache is not None or key_start is not None) and len(grid) > 1:
             name = "key_start" if cache is None else "cache"
             raise ValueError(f"{name} must be None on grids of more than one axis, got x of shape {tuple(x.shape)}")

@@ -592,7 +592,7 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
     refuse_vmap("MultiheadDilatedAttention", mask)  # whose values are read
     padded = mask == -torch.inf
     allowed = padded | (mask == 0)
-    message = "key_padding_mask must be bool, or hold 0 and -inf alone"
+    message = "key_padding_mask must be bool, True = no weight, or hold 0 and -inf alone"
     # A program cannot branch on values, but asserts them where it runs; others have none.
     if torch.compiler.is_compiling() or not has_values(mask):
         assert_async(torch.all(allowed), message)

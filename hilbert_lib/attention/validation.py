@@ -16,7 +16,7 @@ from hilbert_lib.checks import boolean, dense_tensor, number, positive, rows_of_
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import ON_GRIDS, ON_LINES, HeadNeighbourhoods, Neighbourhood
-from hilbert_lib.patterns.pattern import Pattern, check_pattern
+from hilbert_lib.patterns.pattern import ANY_PATTERN, Pattern, check_pattern
 from hilbert_lib.patterns.points import ListedPairs, PointNeighbourhood
 from hilbert_lib.patterns.union import Union
 
@@ -138,11 +138,14 @@ def validated(
     return inputs, request
 
 
-def as_pattern(pattern: object) -> Pattern:
-    """The argument as a pattern: a tuple or a list of neighbourhoods is one for each KV head."""
+def as_pattern(pattern: object, allowed: str = ANY_PATTERN) -> Pattern:
+    """The argument as a pattern: a tuple or a list of neighbourhoods is one for each KV head.
+
+    allowed: in words, for callers that do not take every pattern.
+    """
     refuse_several_points("pattern", pattern)
     is_by_head = isinstance(pattern, tuple | list) and any(isinstance(item, Neighbourhood) for item in pattern)
-    return HeadNeighbourhoods(tuple(pattern)) if is_by_head else check_pattern(pattern)
+    return HeadNeighbourhoods(tuple(pattern)) if is_by_head else check_pattern(pattern, allowed)
 
 
 def refuse_several_points(name: str, pattern: object) -> None:
@@ -183,6 +186,8 @@ def refuse_options(
                 hint = "; it has more than one axis"
             if isinstance(pattern, ListedPairs):
                 hint = OF_POINTS.get(name, "")
+            if name == "bias" and isinstance(pattern, Union) and all(name in part.options for part in pattern.patterns):
+                hint = "; merge_attention joins calls of its parts, each with its own bias and return_lse=True"
             raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}{hint}")
 
 
@@ -349,7 +354,7 @@ def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name} must be a bool tensor or None, got {got}")
+        raise TypeError(f"{name} must be a bool tensor, True = no weight, or None; got {got}")
     rows_of_keys(name, mask, "batch, keys", k)
 
 

@@ -187,11 +187,19 @@ def from_specification(words: str, numbers: tuple[int, ...]) -> Pattern:
     return KINDS[kind]._of_words(rest, list(numbers))
 
 
-def check_pattern(pattern: object) -> Pattern:
-    """The argument; TypeError unless it is a pattern."""
+# What a `pattern` may be, for errors.
+ANY_PATTERN = "a Pattern, such as a DilatedPattern, a Neighbourhood, a PointNeighbourhood or a Union"
+
+
+def check_pattern(pattern: object, allowed: str = ANY_PATTERN) -> Pattern:
+    """The argument; TypeError unless it is a pattern.
+
+    allowed: in words, for callers that do not take every pattern.
+    """
     if not isinstance(pattern, Pattern):
-        hint = ": several patterns in one softmax are a Union" if isinstance(pattern, list | tuple) else ""
-        raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood, got {type(pattern).__name__}{hint}")
+        is_several = isinstance(pattern, list | tuple) and any(isinstance(item, Pattern) for item in pattern)
+        hint = ": several patterns in one softmax are a Union" if is_several else ""
+        raise TypeError(f"pattern must be {allowed}; got {type(pattern).__name__}{hint}")
     if not is_dataclass(pattern):
         raise TypeError(f"{pattern.noun} must be a frozen dataclass, as every pattern is")
     if not isinstance(getattr(pattern, "shape", ()), tuple | None):

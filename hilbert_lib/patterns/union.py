@@ -9,6 +9,8 @@ from torch import Tensor
 from hilbert_lib.patterns.pattern import Pattern, Specification, check_pattern, from_specification
 from hilbert_lib.patterns.points import PointNeighbourhood
 
+IN_A_UNION = "a Pattern of sequences or grids, such as a DilatedPattern or a Neighbourhood"
+
 
 @dataclass(frozen=True)
 class Union(Pattern):
@@ -36,12 +38,14 @@ class Union(Pattern):
 
     patterns: tuple[Pattern, ...]
 
-    def __post_init__(self) -> None:
-        if isinstance(self.patterns, str) or not isinstance(self.patterns, Iterable):
-            raise TypeError(f"patterns must be a tuple of patterns, got {type(self.patterns).__name__}")
+    def __init__(self, patterns: Iterable[Pattern], *others: object) -> None:
+        if others:
+            raise TypeError(f"patterns must be one tuple, as in Union((a, b)); got {1 + len(others)} arguments")
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+            raise TypeError(f"patterns must be a tuple of patterns, got {type(patterns).__name__}")
         flat: list[Pattern] = []
-        for pattern in self.patterns:
-            flat += pattern.patterns if isinstance(pattern, Union) else [check_pattern(pattern)]
+        for pattern in patterns:
+            flat += pattern.patterns if isinstance(pattern, Union) else [check_pattern(pattern, IN_A_UNION)]
         if not flat:
             raise ValueError("patterns must hold at least one pattern, got none")
         for pattern in flat:

@@ -287,19 +287,19 @@ def spread_of(pattern: object) -> type[Spread]:
     return GridSpread if is_by_head or getattr(pattern, "shape", None) is not None else SequenceSpread
 
 
+SERVED = "a DilatedPattern, a Neighbourhood, a Union of these or a PointShard where ranks share the tokens"
+
+
 def check_served(pattern: object) -> Pattern:
     """The argument as a pattern; TypeError unless a ring serves it."""
-    pattern = as_pattern(pattern)
+    pattern = as_pattern(pattern, SERVED)
     if isinstance(pattern, PointShard):
         return pattern
     if isinstance(pattern, PointNeighbourhood):
         raise TypeError(f"pattern must be a PointShard of each rank's cells where ranks share points, got {pattern!r}")
     for part in pattern.patterns if isinstance(pattern, Union) else (pattern,):
         if not isinstance(part, DilatedPattern | Neighbourhood | HeadNeighbourhoods):
-            raise TypeError(
-                "pattern must be a DilatedPattern, a Neighbourhood or a Union of these where it is spread over ranks, "
-                f"got {part.noun}"
-            )
+            raise TypeError(f"pattern must be {SERVED}; got {part.noun}")
     return pattern
 
 

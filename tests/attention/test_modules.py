@@ -345,7 +345,7 @@ def test_a_program_asserts_the_values_of_a_floating_mask(how):
     else:
         program = torch.export.export(ours, (x,), {"key_padding_mask": mask}).module()
     torch.testing.assert_close(program(x, key_padding_mask=mask)[0], ours(x, key_padding_mask=mask)[0])
-    with pytest.raises(RuntimeError, match="key_padding_mask must be bool, or hold 0 and -inf alone"):
+    with pytest.raises(RuntimeError, match="key_padding_mask must be bool, True = no weight, or hold 0 and -inf alone"):
         program(x, key_padding_mask=mask - 1)
 
 
@@ -536,7 +536,10 @@ WRONG = {
         (lambda: ORDERED()(*[nested(4)] * 3), r"q must be a dense \(strided\) tensor, got a nested one"),
         (lambda: called(attn_mask="causal", is_causal=True), "attn_mask must be .* got str"),
         (lambda: called(tokens(9), key_padding_mask=[True] * 9), "key_padding_mask must be a tensor or None, got list"),
-        (lambda: called(key_padding_mask=tokens(2).long()), "key_padding_mask must be a bool .*, got torch.int64"),
+        (
+            lambda: called(key_padding_mask=tokens(2).long()),
+            "must be a bool tensor, True = no weight, .* torch.int64",
+        ),
         (lambda: ORDERED()(tokens(1, 9, 2), 3, 3), "k must be a tensor"),
         (lambda: DilatedAttention(DILATED, kv_ordering=str)(*tokens(3, 1, 9, 2)), "kv_ordering must be an Ordering"),
     ],
@@ -551,6 +554,18 @@ WRONG = {
             r"window must have one value for each of the 2 axes",
         ),
         (lambda: on_grid(((3, 3), 5, 7)), r"window must be one for each of the 4 KV heads, got \(\(3, 3\), 5, 7\)"),
+        (
+            lambda: on_grid((3, 3))(tokens(2, 64)),
+            r"x must be .*, with a grid of 2 axes for window=\(3, 3\); got shape \(2, 64, 16\)",
+        ),
+        (
+            lambda: on_grid(((3, 3), 5, 7, 1))(tokens(2, 4, 4, 4)),
+            r"x must be .*, with a grid of 2 axes for window=\(\(3, 3\), 5, 7, 1\); got shape \(2, 4, 4, 4, 16\)",
+        ),
+        (
+            lambda: on_grid(edge=("clip",), stride=(1,), prepare=lambda q, k, at: None)(tokens(2, 4, 4)),
+            r"x must be .*, with a grid of 1 axis for stride=\(1,\), edge=\('clip',\); got shape \(2, 4, 4, 16\)",
+        ),
         (lambda: on_grid(0), "window must be an integer from 1 to .*, got 0"),
         (
             lambda: on_grid()(tokens(2, 3, 4), extra=tokens(1, 5)),
@@ -575,7 +590,10 @@ WRONG = {
         (lambda: called(tokens(1, 12), *[tokens(1, 9)] * 2), r"key must be .* like query \(1, 12, 16\), got .*9, 16\)"),
         (lambda: called(need_weights=True), "need_weights must be False"),
         (lambda: called(attn_mask=torch.ones(9, 9)), r"attn_mask must be None unless is_causal=True: .* \(9, 9\)"),
-        (lambda: called(key_padding_mask=-torch.ones(2, 9)), "key_padding_mask must be bool, or hold .*; got -1.0"),
+        (
+            lambda: called(key_padding_mask=-torch.ones(2, 9)),
+            "must be bool, True = no weight, or hold .*; got -1.0",
+        ),
         (lambda: ORDERED()(*tokens(2, 1, 9, 2), tokens(1, 3, 2)), r"v must have the shape of k \(1, 9, .*\(1, 3, "),
         (lambda: multihead(kv_ordering=HILBERT(12))(tokens(1, 9)), r"must have the length of k \(9\), got 12"),
     ],

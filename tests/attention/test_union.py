@@ -1,6 +1,6 @@
 """Unions of patterns: one softmax over the multiset of the keys of all, by every backend; and patterns of one's own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -211,7 +211,7 @@ def test_a_pattern_is_made_again_of_its_words_and_integers(pattern):
     ("patterns", "error", "words"),
     [
         ((), ValueError, "at least one pattern, got none"),
-        ((NEAR, 3), TypeError, "must be a DilatedPattern or a Neighbourhood, got int"),
+        ((NEAR, 3), TypeError, r"must be a Pattern of sequences or grids, .*; got int"),
         ((NEAR, Neighbourhood((4, 9), 3)), ValueError, "for sequences, or on one grid"),
         ((NEAR, DilatedPattern((4,), (1,))), ValueError, "for sequences, or on one grid"),
         ((DilatedPattern((4,), (3,), padding="zeros"),), ValueError, "padding='none' in a union"),
@@ -220,6 +220,13 @@ def test_a_pattern_is_made_again_of_its_words_and_integers(pattern):
 def test_what_is_no_union_is_refused(patterns, error, words):
     with pytest.raises(error, match=words):
         Union(patterns)
+
+
+def test_patterns_one_by_one_are_refused_with_their_form():
+    with pytest.raises(TypeError, match=r"patterns must be one tuple, as in Union\(\(a, b\)\); got 2 arguments"):
+        Union(NEAR, NEAR)
+    assert Union(patterns=[NEAR]) == Union((NEAR,)) == replace(NEAR_AND_FAR, patterns=(NEAR,))
+    assert repr(Union((NEAR,))) == f"Union(patterns=({NEAR!r},))"
 
 
 def test_what_not_all_parts_take_is_refused():

@@ -299,7 +299,7 @@ test_wrong_arguments_are_refused_by_name = refusals({
         (lambda: attention_weights(x, x, ON_GRID, torch.ones(3, 1).long()), "queries must be .* of shape .3, 1."),
         (lambda: attention_weights(x, x, ON_GRID, 3), "queries must be a sequence of integers, got 3"),
         (lambda: attention_weights(x, x, ON_GRID, [0.5]), r"queries\[0\] must be an integer"),
-        (lambda: attention_weights(x, x, "near", [0]), "pattern must be a DilatedPattern or a Neighbourhood"),
+        (lambda: attention_weights(x, x, "near", [0]), r"pattern must be a Pattern, such as .*; got str"),
         (lambda: attention_weights(x, x, ON_GRID, [0], causal=True), "no argument 'causal'; did you mean 'is_causal'"),
         (lambda: attention_weights(x, x.double(), ON_GRID, [0]), "k must have the dtype of q"),
         (lambda: attention_weights(x.to_sparse(), x, ON_GRID, [0]), "q must be a dense"),

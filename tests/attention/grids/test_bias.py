@@ -22,7 +22,7 @@ from cases import (
     refusals,
 )
 from hypothesis import given, settings
-from oracle import attending, bias_of, cells_of_box
+from oracle import attending, bias_of, cells_of_box, mask_of
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,6 +35,7 @@ from hilbert_lib import (
     attention_weights,
     dilated_attention,
     explain_backend,
+    merge_attention,
     neighbourhood_attention,
 )
 from hilbert_lib.attention import operators
@@ -434,6 +435,22 @@ def test_boxes_refuse_the_gradient_of_large_windows_by_name(head_dim):
     assert "in 49,152 bytes of shared memory: windows (43, 43) need 51,200" in told
 
 
+def test_the_parts_of_a_union_take_biases_of_their_own_as_its_refusal_says():
+    far = replace(NEAR, window=(1, 3), dilation=(2, 2))
+    q, k, v, _, _, near_bias = drawn()
+    far_bias = drawn(far)[5]
+    parts = ((NEAR, near_bias), (far, far_bias))
+    calls = [attend(q, k, v, pattern, bias=bias, return_lse=True) for pattern, bias in parts]
+    found, _ = merge_attention(*zip(*calls, strict=True))
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
+    masked = [
+        (scores + bias_of(pattern, bias, range(24), 4)).where(mask_of(pattern), -torch.inf) for pattern, bias in parts
+    ]
+    weights = torch.cat(masked, 3).softmax(3)
+    torch.testing.assert_close(found, torch.einsum("bhqk,bkhd->bqhd", weights, torch.cat((v, v), 1)))
+
+
 TENSORS = dict(zip(("q", "k", "v"), drawn()[:3], strict=True))
 asked = partial(neighbourhood_attention, **TENSORS, neighbourhood=NEAR)
 TABLE = drawn()[5]
@@ -454,7 +471,11 @@ test_a_wrong_bias_is_refused_by_name = refusals(
             ),
             (
                 lambda: attend(**TENSORS, pattern=Union((NEAR, NEAR)), bias=TABLE),
-                "bias must be left out for a Union, got a tensor",
+                "bias must be left out for a Union, got a tensor.*; merge_attention joins calls of its parts",
+            ),
+            (
+                lambda: attend(LINE, LINE, LINE, Union((DilatedPattern((4,), (1,)),)), bias=TABLE),
+                r"bias must be left out for a Union, got a tensor of shape \(4, 5, 3\)$",
             ),
         ],
         TypeError: [

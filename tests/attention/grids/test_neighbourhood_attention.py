@@ -424,8 +424,8 @@ def test_several_neighbourhoods_are_one_for_each_kv_head_wherever_they_are_given
     assert estimate_memory(windows, **sizes) == estimate_memory(tuple(windows), **sizes)
     one = DilatedPattern((4,), (1,))
     for several, words in (
-        ([one, one], "pattern must be .*, got list: several patterns in one softmax are a Union"),
-        ((one, one), "pattern must be .*, got tuple: several patterns in one softmax are a Union"),
+        ([one, one], r"pattern must be .*; got list: several patterns in one softmax are a Union"),
+        ((one, one), r"pattern must be .*; got tuple: several patterns in one softmax are a Union"),
         ([NEAR, one], "one for each KV head; got DilatedPattern"),
         ([Union((NEAR, NEAR)), NEAR], "one for each KV head; got Union"),
     ):
