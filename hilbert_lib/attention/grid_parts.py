@@ -26,8 +26,10 @@ def part_of_box(query_box: object, shape: tuple[int, ...]) -> GridPart | None:
             raise TypeError(f"query_box[{n}] must be (start, stop), got {ends!r}")
         if len(ends) != 2:
             raise ValueError(f"query_box[{n}] must be (start, stop), got {ends!r}")
-        start = integer(f"query_box[{n}][0]", ends[0], least=0, most=cells - 1)
-        stop = integer(f"query_box[{n}][1]", ends[1], least=start + 1, most=cells)
+        start, stop = (integer(f"query_box[{n}][{end}]", row) for end, row in enumerate(ends))
+        if not 0 <= start < stop <= cells:
+            allowed = f"(start, stop), start at least 0 and below stop, stop at most the side {cells}"
+            raise ValueError(f"query_box[{n}] must be {allowed}; got {(start, stop)}")
         box.append(line(start, stop))
         is_whole = is_whole and start == 0 and stop == cells
     # A box of all cells is the call without one, which every backend serves.

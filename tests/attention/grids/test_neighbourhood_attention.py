@@ -286,7 +286,7 @@ def test_another_box_is_another_form_of_call():
         for query_box in (box, [list(ends) for ends in box]):
             out = neighbourhood_attention(q[:, rows], k, v, NEAR, query_box=query_box)
             torch.testing.assert_close(out, neighbourhood_attention(q, k, v, NEAR)[:, rows], atol=1e-14, rtol=0)
-    with pytest.raises(TypeError, match=r"query_box\[0\]\[0\] must be an integer from 0 to 3, got False"):
+    with pytest.raises(TypeError, match=r"query_box\[0\]\[0\] must be an integer, got False"):
         neighbourhood_attention(q[:, :12], k, v, NEAR, query_box=((False, 2), (0, 6)))
 
 
@@ -466,9 +466,11 @@ WRONG = [
     (lambda: asked(query_box=((0, 4),)), "query_box must be .* for each axis"),
     (lambda: asked(query_box=((0, 4), 6)), r"query_box\[1\] must be \(start, stop\), got 6"),
     (lambda: asked(query_box=((0, 4), (6,))), r"query_box\[1\] must be \(start, stop\), got \(6,\)"),
-    (lambda: asked(query_box=((-1, 4), (0, 6))), r"query_box\[0\]\[0\] must be an integer from 0 to 3, got -1"),
-    (lambda: asked(query_box=((0, 4), (0, 7))), r"query_box\[1\]\[1\] must be an integer from 1 to 6, got 7"),
-    (lambda: asked(query_box=((0, 4), (2, 2))), r"query_box\[1\]\[1\] must be an integer from 3 to 6, got 2"),
+    (lambda: asked(query_box=((-1, 4), (0, 6))), r"query_box\[0\] must be .*start at least 0.* got \(-1, 4\)"),
+    (lambda: asked(query_box=((0, 4), (0, 7))), r"query_box\[1\] must be .*at most the side 6; got \(0, 7\)"),
+    (lambda: asked(query_box=((0, 4), (2, 2))), r"query_box\[1\] must be .*start .* below stop.* got \(2, 2\)"),
+    (lambda: asked(query_box=((0, 4), (6, 7))), r"query_box\[1\] must be .*at most the side 6; got \(6, 7\)"),
+    (lambda: asked(query_box=((0, 4), (0, 2.0))), r"query_box\[1\]\[1\] must be an integer, got 2.0"),
     (lambda: asked(query_box=((0, 4), (0, 3))), r"q must have the cells of query_box .*, got shape \(2, 24, 2, 4\)"),
     (
         lambda: neighbourhood_attention(Q[:, IN_BOX], K, V, NEAR, query_box=BOX, ordering=Ordering.random(24, 0)),
