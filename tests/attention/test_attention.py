@@ -21,7 +21,7 @@ from cases import (
     norms,
 )
 
-from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, attend, dilated_attention
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 CPU_BACKENDS = ("reference", "eager", "sdpa", "auto")
@@ -69,6 +69,21 @@ def test_heads_of_a_group_whose_branch_has_no_row_have_no_keys(backend, tokens):
     exact = differentiated(oracle.attending(pattern), tensors)
     assert exact[1].isinf().any()
     assert_close(attended(tensors, pattern, backend), exact, 1e-12)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("pattern", [DilatedPattern((5,), (1,)), Neighbourhood((5,), 9, edge="clip")], ids=str)
+def test_rows_of_q_may_overlap_in_memory(pattern, backend):
+    if backend == "sdpa" and isinstance(pattern, Neighbourhood):
+        return  # which serves sequences alone
+    *tensors, dout = drawn(5, 3, 3, 8, batch=2, dtype=torch.float64)
+    line = drawn(12, 3, 3, 1, batch=2, dtype=torch.float64)[0][..., 0]
+    q = line.transpose(1, 2).contiguous().unfold(2, 8, 1).transpose(1, 2)  # row t is numbers t to t + 7
+    exact = differentiated(oracle.attending(pattern), [q.clone(), *tensors[1:], dout])
+    q, k, v = (x.requires_grad_() for x in (q, *tensors[1:]))
+    out = attend(q, k, v, pattern, backend=backend)
+    assert_close([out], exact[:1], 1e-12)
+    assert_close(torch.autograd.grad(out, (q, k, v), dout), exact[2:], 1e-12)
 
 
 @pytest.mark.full

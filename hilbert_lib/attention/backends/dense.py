@@ -30,6 +30,9 @@ class CpuFlash:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         added = problem.added
+        # torch lays out the output as q, and writes as if its last stride were 1. Where rows of q overlap it is not.
+        if 1 in q.stride()[:-1]:
+            q = q.clone(memory_format=torch.contiguous_format)
         out, lse = dense_operators.flash_attention_for_cpu(
             q, k, v, 0.0, problem.is_causal, attn_mask=added, scale=problem.scale
         )
