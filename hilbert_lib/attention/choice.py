@@ -20,8 +20,8 @@ from hilbert_lib.attention.rules import (
     FULL_RULE,
     GRID_ON_CPU,
     HALF_RULES,
+    HOST_RECORD,
     POINTS,
-    SHORT_GRID_RECORD,
     SHORT_RECORD,
     UNION_RECORD,
     Rule,
@@ -30,6 +30,7 @@ from hilbert_lib.attention.rules import (
     on_architecture,
 )
 from hilbert_lib.attention.starts import has_starts
+from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper.division import NARROW, is_reached
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
@@ -106,13 +107,23 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
         # Tokens in another order are served by "lists" whatever their number.
         if rule.order[0] == "hopper" and _has_host(q):
             if listed_grid.is_short(q, call):
-                rule = first_of(rule, "lists", SHORT_GRID_RECORD)
+                rule = first_of(rule, "lists", HOST_RECORD)
             elif listed_grid.leads_boxes(q, call, gradient=gradient):
                 rule = first_of(rule, "lists", UNION_RECORD)
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)
-    return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
+    rule = _known_rule(q.device, q.dtype)
+    if rule.order[0] == "hopper" and _has_host(q) and _is_short_sequence(q, call):
+        rule = first_of(rule, "triton", HOST_RECORD)
+    return _of_documents_first(_that_serves(rule, call), call)
+
+
+def _is_short_sequence(q: Tensor, call: Request) -> bool:
+    # As `launch.is_short`. Without a start there are as many keys as queries.
+    batch, rows, heads, _ = q.shape
+    is_whole = call.query_start is None and call.cu_seqlens is None and not has_starts(call)
+    return is_whole and rows <= schedule.SHORT_ROWS and schedule.is_short(call.pattern, rows, batch * heads)
 
 
 def _is_bound_by_host(q: Tensor, k: Tensor) -> bool:
@@ -238,7 +249,7 @@ def explain(
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    is_faster = rule.record in (SHORT_RECORD, SHORT_GRID_RECORD, UNION_RECORD) and chosen == rule.order[0]
+    is_faster = rule.record in (SHORT_RECORD, HOST_RECORD, UNION_RECORD) and chosen == rule.order[0]
     off_fast_path = "" if is_faster and name == "auto" else _off_fast_path(chosen, q, k, call, reasons)
     return Explanation(chosen, reasons, rule.record, off_fast_path)
 

@@ -43,8 +43,9 @@ ALL_PAIRS_RULES = {
 # In a short call (`all_pairs.is_short`) "triton" has one launch for the cells and the extra keys. Two dense kernels
 # and the sum of what they return take the host longer.
 SHORT_RECORD = "not measured: one launch stands before several"
-# In a short call on a grid (`listed_grid.is_short`) "lists" has one launch each way, and "hopper" two and three.
-SHORT_GRID_RECORD = "host times on an H200, reports/HISTORY.md"
+# In a short call on a grid (`listed_grid.is_short`) "lists" has one launch each way, and "hopper" two and three. Along
+# a sequence (`schedule.is_short`) so do "triton" and "hopper".
+HOST_RECORD = "host times on an H200, reports/HISTORY.md"
 # Of a union that `listed_grid.leads_boxes`.
 UNION_RECORD = "unions of narrow windows on an H200, reports/HISTORY.md"
 CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs")

@@ -551,9 +551,42 @@ def test_a_short_call_on_a_grid_goes_to_the_kernels_with_one_launch(monkeypatch,
     monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
     rule = choice.rule_for(q, call, gradient=True)
     assert rule.order[0] == first
-    assert (rule.record == rules.SHORT_GRID_RECORD) == (first == "lists" and dtype == torch.bfloat16)
+    assert (rule.record == rules.HOST_RECORD) == (first == "lists" and dtype == torch.bfloat16)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.rule_for(q, call, gradient=True).order[0] == ("lists" if dtype == torch.float32 else "hopper")
+
+
+TWO = DilatedPattern((64, 256), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "rows", "batch", "dtype", "first"),
+    [
+        (Request(TWO), 256, 1, torch.bfloat16, "triton"),
+        (Request(TWO, is_causal=True), 256, 1, torch.float16, "triton"),
+        (Request(DilatedPattern((4096,), (1,))), 256, 1, torch.bfloat16, "triton"),
+        (Request(TWO), 256, 32, torch.bfloat16, "triton"),  # 512 tiles
+        (Request(TWO), 256, 33, torch.bfloat16, "hopper"),
+        (Request(TWO), 1025, 1, torch.bfloat16, "hopper"),
+        (Request(DilatedPattern((1024,), (1,))), 1024, 1, torch.bfloat16, "triton"),
+        (Request(DilatedPattern((1024,), (1,))), 1024, 3, torch.bfloat16, "hopper"),  # 6 * 2^20 pairs
+        (Request(TWO), 256, 1, torch.float32, "sdpa"),
+        (Request(TWO, query_start=100), 1, 1, torch.bfloat16, "hopper"),
+        (Request(TWO, cu_seqlens=torch.tensor([0, 256])), 256, 1, torch.bfloat16, "triton"),  # which reads documents
+    ],
+)
+def test_a_short_sequence_goes_to_the_kernels_with_one_launch(monkeypatch, call, rows, batch, dtype, first):
+    device = SimpleNamespace(type="cuda")
+    q = SimpleNamespace(device=device, shape=(batch, rows, 2, 64), dtype=dtype, element_size=lambda: dtype.itemsize)
+    monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
+    known = rules.HALF_RULES["Hopper"] if dtype.itemsize == 2 else rules.FULL_RULE
+    monkeypatch.setattr(choice, "_known_rule", lambda *_: known)
+    rule = choice.rule_for(q, call, gradient=True)
+    assert rule.order[0] == first
+    is_short = first == "triton" and call.cu_seqlens is None
+    assert (rule.record == rules.HOST_RECORD) == is_short
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choice.rule_for(q, call, gradient=True).order[0] == ("hopper" if is_short else first)
 
 
 SQUARE = Neighbourhood((64, 64), 9)
@@ -593,7 +626,7 @@ def test_a_union_of_narrow_windows_goes_to_the_kernels_with_one_pass(monkeypatch
 
 def test_a_short_call_on_a_grid_is_not_off_the_fast_path(monkeypatch):
     q = torch.ones(1, 256, 2, 64)
-    monkeypatch.setattr(choice, "rule_for", lambda *_, **__: Rule(("lists", "hopper"), rules.SHORT_GRID_RECORD))
+    monkeypatch.setattr(choice, "rule_for", lambda *_, **__: Rule(("lists", "hopper"), rules.HOST_RECORD))
     monkeypatch.setattr(choice, "choose", lambda *_, **__: "lists")
     monkeypatch.setattr(choice, "_off_fast_path", lambda *_: "of boxes")
     call = Request(SMALL.of_heads(2))

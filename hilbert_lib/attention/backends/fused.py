@@ -117,6 +117,8 @@ def _workspace(
         if _is_one_pass("forward", q, k, call, device):
             return {}
         return {"partial out, float32": in_float, "partial lse": lse}
+    if _launch().is_short(q, k, call):
+        return {}
     workspace = {"delta": lse}
     if not _is_one_pass("dq", q, k, call, device):
         workspace["partial dq, float32"] = in_float
@@ -149,6 +151,8 @@ def _is_one_pass(kernel: str, q: Tensor, k: Tensor, call: Request, device: torch
     # Whether a plain kernel serves all branches in one pass.
     from hilbert_lib.attention.triton import arguments
 
+    if _launch().is_short(q, k, call):
+        return True
     config = arguments.compiled_config(kernel, q, device)
     block = config.block_m if kernel != "dkv" else config.block_n
     return len(schedule.passes(call.pattern, k.shape[1], block)) == 1

@@ -27,7 +27,7 @@ class Config:
     together: int = schedule.TILES_TOGETHER  # as in `schedule.tables`
 
 
-INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
+INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv", "backward")}
 # (bytes of an element, largest head_dim) -> configuration, for Hopper. Times on an H200 are in reports/HISTORY.md
 # ("Configurations of the plain kernels", and "float32" for products of TF32), of other configurations too.
 CONFIGS = {
@@ -42,6 +42,11 @@ CONFIGS = {
     "dkv": {
         (2, 64): Config(32, 128, 8, 3), (2, 128): Config(32, 128, 8, 3), (2, 256): Config(32, 64, 8, 2),
         (4, 64): Config(64, 16, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
+    },
+    # Of short calls: square tiles, each of queries and of keys. None was timed beside others: the host takes longer.
+    "backward": {
+        (2, 64): Config(64, 64, 8, 1), (2, 128): Config(32, 32, 4, 1), (2, 256): Config(32, 32, 8, 1),
+        (4, 64): Config(16, 16, 4, 1), (4, 128): Config(16, 16, 4, 1), (4, 256): Config(16, 16, 8, 1),
     },
 }  # fmt: skip
 # The same for every other GPU but a B200. Products of mma.sync hold their operands in registers, and an RTX 3090, 4090
@@ -60,9 +65,16 @@ ELSEWHERE = {
         (2, 64): Config(32, 64, 8, 1), (2, 128): Config(32, 32, 4, 1), (2, 256): Config(16, 64, 8, 1),
         (4, 64): Config(64, 16, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 8, 1),
     },
+    "backward": {
+        (2, 64): Config(32, 32, 2, 1), (2, 128): Config(32, 32, 4, 1), (2, 256): Config(32, 32, 8, 1),
+        (4, 64): Config(16, 16, 4, 1), (4, 128): Config(16, 16, 4, 1), (4, 256): Config(16, 16, 8, 1),
+    },
 }  # fmt: skip
 # The same for a B200, whose products leave their sums in a memory of their own.
-ON_B200 = ELSEWHERE | {"forward": ELSEWHERE["forward"] | {(2, 128): Config(64, 64, 8, 1)}}
+ON_B200 = ELSEWHERE | {
+    "forward": ELSEWHERE["forward"] | {(2, 128): Config(64, 64, 8, 1)},
+    "backward": ELSEWHERE["backward"] | {(2, 64): Config(64, 64, 8, 1)},
+}
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 

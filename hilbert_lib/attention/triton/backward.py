@@ -1,6 +1,7 @@
 """Gradients without atomics, the same bits every time.
 
-delta = rowsum(dout * out) - dlse; dq comes from tiles of queries, dk and dv from tiles of keys.
+delta = rowsum(dout * out) - dlse; dq comes from tiles of queries, dk and dv from tiles of keys. Each has a kernel. In a
+short call `backward_kernel` computes them all: its programs compute delta of the queries that they read.
 """
 
 import triton
@@ -37,6 +38,18 @@ def delta_kernel(
         tl.store(sums + row[:, None] * HEAD_DIM + dims[None, :], tl.zeros_like(o), mask=mask)
 
 
+@triton.jit
+def _delta_of(out, dlse, rows, scalars, d_tile, exists, HEAD_DIM: tl.constexpr):
+    """delta of queries from out, dlse and d_tile, their dout. rows, scalars: their places in out and in dlse."""
+    dims = tl.arange(0, d_tile.shape[1])  # [BLOCK_D]
+    mask = exists[:, None] & (dims[None, :] < HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+    o_tile = tl.load(out + rows[:, None] + dims[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+    products = tl.sum(o_tile.to(tl.float32) * d_tile.to(tl.float32), 1)  # [BLOCK_M]
+    if dlse is not None:
+        products -= tl.load(dlse + scalars, mask=exists, other=0.0)
+    return products
+
+
 @triton.jit(do_not_specialize=["count"])
 def scale_kernel(sums, out, scale, count, BLOCK: tl.constexpr):
     """out, contiguous as sums (float32) are, is sums times scale."""
@@ -65,6 +78,28 @@ def dq_kernel(
     )  # fmt: skip
     if tile.size == 0:
         return
+    _dq_of_tile(
+        b, h, tile, name, origin, q, k, v, dout, None, lse, None, delta, dq, partial_dq,
+        branches, offsets, branch_ids, inverse, padding, seed, scale, drop_below,
+        stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+        stride_db, stride_dn, stride_dh,
+        first_query, queries, keys, heads, group, n_branches,
+        HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, GATHER, PADDING, DROPOUT, READ_PARTIAL, WRITE_PARTIAL, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dq_of_tile(
+    b, h, tile, name, origin, q, k, v, dout, out, lse, dlse, delta, dq, partial_dq,
+    branches, offsets, branch_ids, inverse, padding, seed, scale, drop_below,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    first_query, queries, keys, heads, group, n_branches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries. delta is computed from out and dlse where out is given."""
     g = h // group
     rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -84,11 +119,14 @@ def dq_kernel(
     scalars = (b.to(tl.int64) * heads + h) * queries + row  # [BLOCK_M]
     lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))  # [BLOCK_M]
     lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]; rows without keys: probability 0
-    delta_row = tl.load(delta + scalars, mask=exists, other=0.0)  # [BLOCK_M]
     k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + origin * stride_kn
     v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + origin * stride_vn
     padding_row = padding + b.to(tl.int64) * keys
     dq_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM  # [BLOCK_M]
+    if out is None:
+        delta_row = tl.load(delta + scalars, mask=exists, other=0.0)  # [BLOCK_M]
+    else:
+        delta_row = _delta_of(out, dlse, dq_rows, scalars, d_tile, exists, HEAD_DIM)  # [BLOCK_M]
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     if READ_PARTIAL:
@@ -177,6 +215,28 @@ def dkv_kernel(
     )  # fmt: skip
     if tile.size == 0:
         return
+    _dkv_of_tile(
+        b, g, tile, name, origin, q, k, v, dout, None, lse, None, delta, dk, dv, partial_dk, partial_dv,
+        branches, offsets, branch_ids, inverse, padding, seed, scale, drop_below,
+        stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+        stride_db, stride_dn, stride_dh,
+        first_query, queries, keys, kv_heads, group, n_branches,
+        HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, GATHER, PADDING, DROPOUT, READ_PARTIAL, WRITE_PARTIAL, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dkv_of_tile(
+    b, g, tile, name, origin, q, k, v, dout, out, lse, dlse, delta, dk, dv, partial_dk, partial_dv,
+    branches, offsets, branch_ids, inverse, padding, seed, scale, drop_below,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    first_query, queries, keys, kv_heads, group, n_branches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys. delta is computed from out and dlse where out is given."""
     rows = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     position = geometry.tile_positions(tile, rows)  # [BLOCK_N]
@@ -240,14 +300,23 @@ def dkv_kernel(
                     q_head = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + origin * stride_qn
                     d_head = dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + origin * stride_dn
                     scalars = (b.to(tl.int64) * kv_heads * group + h) * queries + origin
+                    o_head, own_dlse, own_delta = out, dlse, delta
+                    if out is None:
+                        own_delta = delta + scalars
+                    else:
+                        o_head = out + ((b.to(tl.int64) * queries + origin) * kv_heads * group + h) * HEAD_DIM
+                    if dlse is not None:
+                        own_dlse = dlse + scalars
                     dk_acc, dv_acc = _dkv_walk(  # [BLOCK_N, BLOCK_D] each
-                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, begin, free, tail, end, first_query, name, h, branch, scale, drop_below,
+                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, o_head, kv_heads * group * HEAD_DIM,
+                        lse + scalars, own_dlse, own_delta, seed, position, sees, start, w, o, r,
+                        begin, free, tail, end, first_query, name, h, branch, scale, drop_below,
                         stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
                     dk_acc, dv_acc = _dkv_walk(  # [BLOCK_N, BLOCK_D] each
-                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, free, tail, tail, tail, first_query, name, h, branch, scale, drop_below,
+                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, o_head, kv_heads * group * HEAD_DIM,
+                        lse + scalars, own_dlse, own_delta, seed, position, sees, start, w, o, r,
+                        free, tail, tail, tail, first_query, name, h, branch, scale, drop_below,
                         stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
     if WRITE_PARTIAL:
@@ -260,9 +329,10 @@ def dkv_kernel(
 
 @triton.jit
 def _dkv_walk(
-    dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse, delta, seed, position, sees, start, w, o, r, begin, stop,
-    again, end, first_query, b, h, branch, scale, drop_below, stride_qn, stride_dn, dims, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, o_head, stride_on, lse, dlse, delta, seed, position, sees,
+    start, w, o, r, begin, stop, again, end, first_query, b, h, branch, scale, drop_below, stride_qn, stride_dn, dims,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv after queries of one segment of a branch; dk without the scale."""
     # Queries from begin to stop and from again to end, in one loop: two loops would take twice as long to compile.
@@ -277,13 +347,17 @@ def _dkv_walk(
         if MASKED:
             load = valid[:, None] & in_dim  # [BLOCK_M, BLOCK_D]
             lse_row = tl.load(lse + row, mask=valid, other=float("inf"))  # [BLOCK_M]
-            delta_row = tl.load(delta + row, mask=valid, other=0.0)  # [BLOCK_M]
         else:
             lse_row = tl.load(lse + row)  # [BLOCK_M]
-            delta_row = tl.load(delta + row)  # [BLOCK_M]
         lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # [BLOCK_M]
         q_tile = tl.load(q_head + row[:, None] * stride_qn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
         d_tile = tl.load(d_head + row[:, None] * stride_dn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
+        if delta is None:
+            delta_row = _delta_of(o_head, dlse, row * stride_on, row, d_tile, valid, HEAD_DIM)  # [BLOCK_M]
+        elif MASKED:
+            delta_row = tl.load(delta + row, mask=valid, other=0.0)  # [BLOCK_M]
+        else:
+            delta_row = tl.load(delta + row)  # [BLOCK_M]
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         weights = tl.exp2((scores * scale - lse_row[None, :]) * geometry.LOG2_E)  # [BLOCK_N, BLOCK_M]
         if MASKED:
@@ -305,3 +379,50 @@ def _dkv_walk(
         dscores = weights * (dweights - delta_row[None, :])  # [BLOCK_N, BLOCK_M]
         dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
+def backward_kernel(
+    q, k, v, out, lse, dout, dlse, dq, dk, dv,
+    branches, offsets, branch_ids, items, classes, inverse, padding, seed,
+    scale, drop_below,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    queries, batch, kv_heads, group,
+    chunk, stride, chunks, phases, count, n_branches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a short call, of as many queries as keys, in one pass of square tiles.
+
+    The first programs, one for each KV head and tile, compute dk and dv. Those of each query head compute dq.
+    """
+    program = tl.program_id(0)
+    of_keys = batch * kv_heads * chunks * count
+    if program < of_keys:
+        b, g, key_tile = geometry.tile_of(
+            program, items, classes, 0, queries, kv_heads, 1, chunk, stride, chunks, phases, count
+        )
+        if key_tile.size > 0:
+            _dkv_of_tile(
+                b, g, key_tile, b, tl.full([], 0, tl.int64), q, k, v, dout, out, lse, dlse, None, dk, dv, dk, dv,
+                branches, offsets, branch_ids, inverse, padding, seed, scale, drop_below,
+                stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+                stride_db, stride_dn, stride_dh,
+                0, queries, queries, kv_heads, group, n_branches,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, GATHER, PADDING, DROPOUT, False, False, PRECISION,
+            )  # fmt: skip
+    else:
+        b, h, query_tile = geometry.tile_of(
+            program - of_keys, items, classes, 0, queries, kv_heads * group, group, chunk, stride, chunks, phases, count
+        )
+        if query_tile.size > 0:
+            _dq_of_tile(
+                b, h, query_tile, b, tl.full([], 0, tl.int64), q, k, v, dout, out, lse, dlse, None, dq, dq,
+                branches, offsets, branch_ids, inverse, padding, seed, scale, drop_below,
+                stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+                stride_db, stride_dn, stride_dh,
+                0, queries, queries, kv_heads * group, group, n_branches,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, GATHER, PADDING, DROPOUT, False, False, PRECISION,
+            )  # fmt: skip

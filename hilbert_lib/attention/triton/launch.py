@@ -14,7 +14,13 @@ from hilbert_lib.attention.documents import check_rows
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import as_asked, as_computed, config_of, launch_arguments, result
-from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel, scale_kernel
+from hilbert_lib.attention.triton.backward import (
+    backward_kernel,
+    delta_kernel,
+    dkv_kernel,
+    dq_kernel,
+    scale_kernel,
+)
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d
 from hilbert_lib.attention.triton.hopper import division
@@ -40,7 +46,7 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
         return decode.attend_in_parts(q, k, v, call)
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)
-    todo = schedule.passes(call.pattern, _length(call, k), config_of("forward", q).block_m)
+    todo = passes_of("forward", q, k, call)
     out = result(q, todo, call)
     made = out, _lse_beside(out, q)
     if len(todo) > 1:
@@ -52,6 +58,22 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
 
     finish = itemgetter(0, 1) if q.dtype == dtype else partial(_out_and_lse, dtype)
     return _start(starts, (q, k, v), made, call, "forward", finish)
+
+
+def is_short(q: Tensor, k: Tensor, call: Request) -> bool:
+    """Whether a call is one launch forward and one backward, since more would take its host longer than its device."""
+    is_whole = q.shape[1] == k.shape[1] and call.query_start is None and call.cu_seqlens is None
+    is_few = is_whole and q.shape[1] <= schedule.SHORT_ROWS
+    return is_few and schedule.is_short(call.pattern, q.shape[1], q.shape[0] * q.shape[2])
+
+
+def passes_of(kernel: str, q: Tensor, k: Tensor, call: Request) -> tuple[schedule.Pass, ...]:
+    """The passes of a plain kernel, in its tiles."""
+    if is_short(q, k, call):
+        return (schedule.whole_pass(call.pattern, k.shape[1]),)
+    config = config_of(kernel, q)
+    block = config.block_n if kernel == "dkv" else config.block_m
+    return schedule.passes(call.pattern, _length(call, k), block)
 
 
 def _out_and_lse(dtype: torch.dtype, made: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -126,6 +148,15 @@ def backward(
     q, k, v, *_ = inputs
     dtype = q.dtype
     q, k, v, dout, out = as_computed(q, k, v, dout, out)
+    if is_short(q, k, call):
+        one = schedule.whole_pass(call.pattern, k.shape[1])
+
+        def start_at_once(dq: Tensor, dk: Tensor, dv: Tensor) -> list[Start]:
+            return [_all_gradients((q, k, v, out, lse, dout, dlse, dq, dk, dv), call, one)]
+
+        made = tuple(result(x, (one,), call) for x in (q, k, v))
+        finish = partial(_gradients, dtype, 0)
+        return _start(start_at_once, (q, k, v, dout, lse, out, dlse), made, call, "backward at once", finish)
     of_keys, of_queries = _Passes.of("dkv", q, k, (k, v), call), _Passes.of("dq", q, k, (q,), call)
 
     def starts(delta: Tensor, *grads: Tensor) -> list[Start]:
@@ -214,8 +245,7 @@ class _Passes(NamedTuple):
     @classmethod
     def of(cls, name: str, q: Tensor, k: Tensor, like: tuple[Tensor, ...], call: Request) -> "_Passes":
         """like: the tensors whose gradients they are."""
-        config = config_of(name, q)
-        todo = schedule.passes(call.pattern, _length(call, k), config.block_n if name == "dkv" else config.block_m)
+        todo = passes_of(name, q, k, call)
         sums = [Made(x.shape, torch.float32, 0.0) for x in like] if len(todo) > 1 else []
         return cls(name, call, todo, (*(result(x, todo, call) for x in like), *sums))
 
@@ -249,6 +279,20 @@ def _plain(name: str, tensors: tuple, call: Request, one: schedule.Pass, first: 
     config = config_of(name, tensors[0])
     grid, shared = launch_arguments(*tensors[:3], call, one, config, rows=rows, first=first, last=last)
     return Start(PLAIN[name], grid, tensors, shared | named)
+
+
+def _all_gradients(tensors: tuple, call: Request, one: schedule.Pass) -> Start:
+    # The start of all gradients of a short call; tensors are those that `backward_kernel` begins with.
+    q, k, v, *_ = tensors
+    config, dout = config_of("backward", q), tensors[5]
+    (programs,), shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=True, last=True)
+    of_queries = shared.pop("heads")
+    shared |= dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
+    shared |= {"batch": q.shape[0], "kv_heads": k.shape[2]}
+    for name in ("documents", "first_query", "keys", "READ_PARTIAL", "WRITE_PARTIAL"):
+        del shared[name]
+    grid = (programs + programs * k.shape[2] // of_queries,)
+    return Start(backward_kernel, grid, tensors, shared)
 
 
 def _in_order(todo: tuple[schedule.Pass, ...]) -> Iterator[tuple[schedule.Pass, bool, bool]]:

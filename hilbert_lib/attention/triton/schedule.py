@@ -27,6 +27,10 @@ from torch import Tensor
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.dilated import DilatedPattern
 
+# A short call takes its host longer than its device, so that one launch for all its branches stands before several.
+# Bounds by reckoning: at 50 TFLOP/s a backward of 2^22 pairs of 64 columns, seven products, takes 75 us.
+SHORT_ROWS, SHORT_TILES, SHORT_PAIRS = 1024, 512, 1 << 22  # rows of a sequence; tiles and pairs of the whole call
+SHORT_BLOCK = 64  # rows of the tiles that are counted
 LARGEST_TABLE = 1 << 18  # classes of one table; beyond it every class is a list of its own
 TILES_TOGETHER = 256  # tiles of several chunks in one order: about two for each program that a large GPU runs at a time
 Members = dict[tuple[int, ...], list[int]]  # the classes of a chunk, by the branches that they are in
@@ -85,6 +89,29 @@ def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]
     return *(pass_of(pattern, group, length) for group in further), pass_of(pattern, last, length, len(groups) > 1)
 
 
+@lru_cache(maxsize=1024)
+def is_short(pattern: DilatedPattern, length: int, heads: int) -> bool:
+    """Whether `whole_pass` serves a call of up to SHORT_ROWS rows. heads: of q, in all sequences.
+
+    >>> [is_short(DilatedPattern((64, 256), (1, 2)), 256, heads) for heads in (8, 128)]
+    [True, False]
+    """
+    one = whole_pass(pattern, length)
+    tiles = ceil(length / one.chunk) * one.stride * ceil(one.chunk / one.stride / SHORT_BLOCK)  # or fewer
+    pairs = sum(length * ceil(min(w, length) / r) // r for w, r in pattern.branches)
+    return heads * tiles <= SHORT_TILES and heads * pairs <= SHORT_PAIRS
+
+
+@lru_cache(maxsize=1024)
+def whole_pass(pattern: DilatedPattern, length: int) -> Pass:
+    """One launch of all branches, whose tiles need not be full.
+
+    >>> whole_pass(DilatedPattern((64, 4096), (1, 512)), 1024).branches
+    (0, 1)
+    """
+    return pass_of(pattern, tuple(range(len(pattern.branches))), length)
+
+
 def pass_of(pattern: DilatedPattern, branches: tuple[int, ...], length: int, covers_all: bool = False) -> Pass:
     """The launch of these branches of a pattern."""
     lengths = [pattern.segment_lengths[i] for i in branches]
@@ -101,6 +128,7 @@ def head_offsets(pattern: DilatedPattern, branch: int, kv_heads: int) -> tuple[i
     return tuple(pattern.offset(branch, g, kv_heads) if g in used else -1 for g in range(kv_heads))
 
 
+@lru_cache(maxsize=1024)
 def covers_all(pattern: DilatedPattern) -> bool:
     """Whether every row is in a branch, so that a single pass writes all rows."""
     return 1 in pattern.dilation_rates and pattern.mixing == "softmax"

@@ -33,7 +33,13 @@ from hilbert_lib.attention.starts import STARTS
 from hilbert_lib.attention.triton import arguments, copies, grid_launch, lists_launch
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
-from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel, scale_kernel
+from hilbert_lib.attention.triton.backward import (
+    backward_kernel,
+    delta_kernel,
+    dkv_kernel,
+    dq_kernel,
+    scale_kernel,
+)
 from hilbert_lib.attention.triton.decode_line import line_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import products_of_float32
@@ -70,7 +76,7 @@ ATTENTION_TYPES = {
     **dict.fromkeys(STARTS, "*i64"),
     **{"padding": "*i1", "extra_padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
 }
-ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
+ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel, "backward": backward_kernel}
 CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
     **dict.fromkeys(("outside", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
@@ -147,7 +153,8 @@ def plain_kernels() -> dict[str, tuple]:
         made[f"masked dropout {name} 4 256"] = kernel, types, constants | {"DROPOUT": True, "PADDING": True}, options
         kernel, types, constants, options = made[f"{name} 2 64"]
         of_documents = {key: value for key, value in constants.items() if key != "documents"}
-        made[f"packed {name} 2 64"] = kernel, types, of_documents, options
+        if name != "backward":  # of short calls, which have no documents
+            made[f"packed {name} 2 64"] = kernel, types, of_documents, options
     sizes = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_M": 32}
     none = {"dlse": None, "sums": None}
     made["delta"] = delta_kernel, ATTENTION_TYPES, sizes | none, {"num_warps": 4}
@@ -697,6 +704,7 @@ SAMPLE = (
     "masked dropout dq 4 256",
     "dkv 2 64",
     "packed dkv 2 64",
+    "backward 2 64",
     "decode one",
     "decode merge",
 )

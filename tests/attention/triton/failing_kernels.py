@@ -86,7 +86,7 @@ ALONG = dilated_attention, DilatedPattern((16, 64), (1, 2))
 GRID = neighbourhood_attention, Neighbourhood((8, 8), 3), "hopper"
 CASES = {
     ("sequence", "forward"): (*ALONG, "triton", "forward.forward_kernel", False),
-    ("sequence", "backward"): (*ALONG, "triton", "backward.dq_kernel", True),
+    ("sequence", "backward"): (*ALONG, "triton", "backward.backward_kernel", True),
     ("sequence on hopper", "forward"): (*ALONG, "hopper", "hopper.forward.forward_kernel", False),
     ("sequence on hopper", "backward"): (*ALONG, "hopper", "hopper.backward.backward_kernel", True),
     ("grid", "forward"): (*GRID, "hopper.grid_forward.forward_kernel", False),

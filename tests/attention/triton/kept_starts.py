@@ -219,6 +219,10 @@ if __name__ == "__main__":
     hopper_grid.multiprocessors = lambda _: 132
     passes = DilatedPattern((32, 64, 256), (1, 8, 64))
     for again in (False, True):
+        thrice(f"sequence in one launch {again}", lambda again=again: along(drawn(2, 256, 4, 64), again))
+    schedule.SHORT_ROWS = 0  # of the rest none is so short
+    starting.forget()
+    for again in (False, True):
         for on_hopper in (True, False):
             run = partial(along, again=again, on_hopper=on_hopper)
             thrice(f"sequence {on_hopper} {again}", lambda run=run: run(drawn(2, 256, 4, 64)))

@@ -19,18 +19,28 @@ from gathered_starts import gathering  # noqa: E402
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from hilbert_lib.attention.triton import arguments, grid_launch, rows, schedule  # noqa: E402
-from hilbert_lib.attention.triton.start import Start, _kind_of_kernels, start  # noqa: E402
+from hilbert_lib.attention.triton.start import Start, _kind_of_kernels, forget, start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = ("small", "small_grouped", "shorter")
 STORED = ("none", "hilbert", "random", "chunked")
+SHORT_ROWS = schedule.SHORT_ROWS
 AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, STORED, DTYPES, SMALL, LAYOUTS, [False, True])
 
 
-@in_pairs((*AXES, [False, True]), 5)
-def test_output_lse_and_gradients_equal_the_oracle(case):
-    *first, dtype, shape, layout, is_causal, with_dlse = case
+@pytest.fixture(autouse=True)
+def launches_as_of_long_calls(monkeypatch):
+    """The calls of these tests are short. What short calls have of their own is asked for."""
+    monkeypatch.setattr(schedule, "SHORT_ROWS", 0)
+    yield
+    forget()  # the launches of a call that is short now, and was not
+
+
+@in_pairs((*AXES, [False, True], [0, SHORT_ROWS]), 5)
+def test_output_lse_and_gradients_equal_the_oracle(case, monkeypatch):
+    *first, dtype, shape, layout, is_causal, with_dlse, short_rows = case
+    monkeypatch.setattr(schedule, "SHORT_ROWS", short_rows)
     check(*first, "triton", dtype, shape, layout, is_causal, device=DEVICE, with_dlse=with_dlse)
 
 
@@ -103,6 +113,33 @@ def test_several_passes_and_every_option_equal_the_reference(branches, options):
     assert_close(*by_kernels_and_exactly(DilatedPattern(*branches), tensors, OPTIONS[options], part), 2e-5)
 
 
+SHORT_COMBINED = {
+    *(("coprime", "plain"), ("coprime", "ordering"), ("geometric", "dropout"), ("unsorted", "padding")),
+    *(("unsorted", "causal"), ("across", "causal"), ("across", "dropout")),
+}
+
+
+@pytest.mark.parametrize(
+    ("branches", "options"), only(SHORT_COMBINED, product(PASSES, [name for name in OPTIONS if name != "decoding"]))
+)
+def test_a_short_call_is_one_launch_each_way_and_equals_the_reference(monkeypatch, branches, options):
+    monkeypatch.setattr(schedule, "SHORT_ROWS", SHORT_ROWS)
+    counts = []
+
+    def counted(make, *given, **named):
+        def making(*made):
+            counts.append(len(starts := make(*made)))
+            return starts
+
+        return start(making, *given, **named)
+
+    monkeypatch.setattr(launch, "start", counted)
+    branches, length = PASSES[branches]
+    tensors = drawn(length, 2, 1, 4, batch=2, device=DEVICE)
+    assert_close(*by_kernels_and_exactly(DilatedPattern(*branches), tensors, OPTIONS[options]), 2e-5)
+    assert counts == [1, 1]
+
+
 # As a GPU compiles them, over many tiles: most of a tile of the interpreter is masked.
 LONG = {"one pass": ((300, 900), (1, 2)), "several passes": ((150, 900, 300), (1, 96, 2))}
 FEW_ROWS = [(64, torch.bfloat16), (128, torch.float16), (64, torch.float32)]  # several passes compile several kernels
@@ -115,8 +152,15 @@ ERRORS = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 5e-6}
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", SEVERAL, ids="-".join)
+@pytest.mark.parametrize("short_rows", [0, SHORT_ROWS])
 @pytest.mark.parametrize(("branches", "head_dim", "dtype"), COMPILED)
-def test_compiled_kernels_with_every_option_equal_the_reference(branches, head_dim, dtype, options):
+def test_compiled_kernels_with_every_option_equal_the_reference(
+    monkeypatch, branches, head_dim, dtype, options, short_rows
+):
+    monkeypatch.setattr(schedule, "SHORT_ROWS", short_rows)
+    monkeypatch.setattr(schedule, "SHORT_TILES", 2**12)
+    monkeypatch.setattr(schedule, "SHORT_PAIRS", 2**30)
+    schedule.is_short.cache_clear()
     tensors = drawn(900, 4, 2, head_dim, batch=2, dtype=dtype, device=DEVICE)
     pattern = DilatedPattern(*LONG[branches])
     found, expected = by_kernels_and_exactly(pattern, tensors, options, slice(300, 700))

@@ -26,9 +26,9 @@ def kernels():
 
 
 def test_every_configuration_has_others_beside_it_and_is_asked_for_by_name(configurations):
-    assert {kernel: set(table) for kernel, table in configurations.CANDIDATES.items()} == {
-        kernel: set(table) for kernel, table in arguments.CONFIGS.items()
-    }
+    configured = {kernel: set(table) for kernel, table in arguments.CONFIGS.items()}
+    del configured["backward"]  # of short calls, whose time is that of the host
+    assert {kernel: set(table) for kernel, table in configurations.CANDIDATES.items()} == configured
     for name, (kernel, key) in configurations.GROUPS.items():
         others = {arguments.Config(*numbers) for numbers in configurations.CANDIDATES[kernel][key]}
         assert len(others - {arguments.CONFIGS[kernel][key]}) >= 2, name
@@ -40,6 +40,7 @@ def test_every_configuration_has_others_beside_it_and_is_asked_for_by_name(confi
 @pytest.mark.parametrize(("kernel", "size"), [("forward", 2), ("dkv", 2)])
 def test_the_other_side_alone_has_the_candidate_and_both_are_exact(configurations, monkeypatch, kernel, size):
     monkeypatch.setattr(configurations, "PATTERN", configurations.DilatedPattern((16, 32), (1, 2)))
+    monkeypatch.setattr(launch.schedule, "SHORT_ROWS", 0)
     asked, key, chosen = [], (size, 64), launch.config_of
 
     def watched(name, q):
