@@ -565,6 +565,7 @@ TWO = DilatedPattern((64, 256), (1, 2))
         (Request(TWO), 256, 1, torch.bfloat16, "triton"),
         (Request(TWO, is_causal=True), 256, 1, torch.float16, "triton"),
         (Request(DilatedPattern((4096,), (1,))), 256, 1, torch.bfloat16, "triton"),
+        (Request(Union((TWO, DilatedPattern((32,), (4,))))), 256, 1, torch.bfloat16, "hopper"),  # its parts are short
         (Request(TWO), 256, 32, torch.bfloat16, "triton"),  # 512 tiles
         (Request(TWO), 256, 33, torch.bfloat16, "hopper"),
         (Request(TWO), 1025, 1, torch.bfloat16, "hopper"),

@@ -547,4 +547,6 @@ def test_a_cuda_graph_replays_forward_and_backward(option):
 def test_inductor_serves_the_kernels_of_cuda(backend):
     attend, tensors = attention(backend, "causal"), qkv(dtype=torch.bfloat16, head_dim=64)
     compiled = torch.compile(attend, fullgraph=True)
-    torch.testing.assert_close(results(compiled, tensors), results(attend, tensors))
+    # "auto" takes another backend for a short call that is not compiled.
+    error = {"atol": 2**-8, "rtol": 2**-6} if backend == "auto" else {}
+    torch.testing.assert_close(results(compiled, tensors), results(attend, tensors), **error)
