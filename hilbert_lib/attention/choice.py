@@ -120,8 +120,8 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
 
 
 def _is_short_sequence(q: Tensor, call: Request) -> bool:
-    # As `launch.is_short`. Without a start there are as many keys as queries. The parts of a union are chosen for alone.
-    if not isinstance(call.pattern, DilatedPattern):
+    # As `launch.is_short`. Without a start there are as many keys as queries.
+    if not isinstance(call.pattern, DilatedPattern):  # a union, whose parts are calls of their own
         return False
     batch, rows, heads, _ = q.shape
     is_whole = call.query_start is None and call.cu_seqlens is None and not has_starts(call)
