@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from cases import drawn, needs_hopper
+from cases import drawn, needs_hopper, norms
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -547,6 +547,10 @@ def test_a_cuda_graph_replays_forward_and_backward(option):
 def test_inductor_serves_the_kernels_of_cuda(backend):
     attend, tensors = attention(backend, "causal"), qkv(dtype=torch.bfloat16, head_dim=64)
     compiled = torch.compile(attend, fullgraph=True)
-    # "auto" takes another backend for a short call that is not compiled.
-    error = {"atol": 2**-8, "rtol": 2**-6} if backend == "auto" else {}
-    torch.testing.assert_close(results(compiled, tensors), results(attend, tensors), **error)
+    found, wanted = results(compiled, tensors), results(attend, tensors)
+    if backend == "auto":  # which takes another backend for a short call that is not compiled
+        # Rows without keys have lse -inf.
+        finite = ([x.nan_to_num(neginf=-99.0) for x in some] for some in (found, wanted))
+        assert max(norms(*finite)) < 2e-2
+    else:
+        torch.testing.assert_close(found, wanted)
