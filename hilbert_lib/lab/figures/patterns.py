@@ -9,6 +9,7 @@ from matplotlib import rcParams
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from hilbert_lib.lab.figures.plots import PALETTE, by_hand, panel_grid
@@ -47,6 +48,8 @@ def draw_cells(
         axis.imshow(grid, cmap=ListedColormap(shades), vmin=-0.5, vmax=len(shades) - 0.5, interpolation="nearest")
         axis.set(title=panel, xlabel=xlabel, ylabel=ylabel if axis.get_subplotspec().is_first_col() else "")
         axis.spines[:].set_visible(True)
+        for line in (axis.xaxis, axis.yaxis):  # cells are whole
+            line.set_major_locator(MaxNLocator(6, integer=True))
     patches = [Patch(facecolor=shade, edgecolor="#888888") for shade in shades]
     if names:
         figure.legend(patches, names, loc="outside right center")
