@@ -134,9 +134,11 @@ def _is_bound_by_host(q: Tensor, k: Tensor) -> bool:
 
 
 def _has_host(q: Tensor) -> bool:
-    # Whether a short call waits for its host. A compiled program does not, and must not hang on the number of keys.
-    is_half = q.device.type == "cuda" and q.dtype.itemsize == 2
-    return is_half and not torch.compiler.is_compiling()
+    # Whether a short call waits for its host. A compiled program does not, and must not hang on the number of keys, nor
+    # must one that is traced with symbols as sizes.
+    if q.device.type != "cuda" or q.dtype.itemsize != 2 or torch.compiler.is_compiling():
+        return False
+    return not any(isinstance(size, torch.SymInt) for size in q.shape)
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:

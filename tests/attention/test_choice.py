@@ -15,6 +15,8 @@ import pytest
 import torch
 from cases import attended, drawn, norms
 from fake_machine import FakeMachine
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hilbert_lib import (
     DilatedPattern,
@@ -588,6 +590,22 @@ def test_a_short_sequence_goes_to_the_kernels_with_one_launch(monkeypatch, call,
     assert (rule.record == rules.HOST_RECORD) == is_short
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.rule_for(q, call, gradient=True).order[0] == ("hopper" if is_short else first)
+
+
+@pytest.mark.parametrize("call", [Request(TWO), Request(SMALL.of_heads(4))], ids=["sequence", "grid"])
+def test_the_choice_does_not_hang_on_sizes_that_are_symbols(monkeypatch, call):
+    """As `make_fx` traces with symbols, outside of torch.compile."""
+    shapes = ShapeEnv()
+    x = FakeTensorMode(shape_env=shapes).from_tensor(torch.empty(2, 256, 4, 64, device="meta"))
+    assert any(isinstance(size, torch.SymInt) for size in x.shape)
+    q = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"), shape=x.shape, dtype=torch.bfloat16, element_size=lambda: 2
+    )
+    monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
+    monkeypatch.setattr(choice, "_known_rule", lambda *_: rules.HALF_RULES["Hopper"])
+    monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
+    assert choice.rule_for(q, call, gradient=True).order[0] == "hopper"
+    assert shapes.guards == []
 
 
 SQUARE = Neighbourhood((64, 64), 9)
