@@ -1,4 +1,4 @@
-"""Starts of kernels that are gathered, and not started."""
+"""Starts of kernels that are gathered and not started, or counted."""
 
 from collections.abc import Callable
 
@@ -14,3 +14,18 @@ def gathering(starts: list[Start]) -> Callable:
         return finish(new)
 
     return start
+
+
+def counted_launches(monkeypatch, module) -> list[int]:
+    """The numbers of launches of each start that a module asks for from now on."""
+    counts, start = [], module.start
+
+    def counting(make, *given, **named):
+        def making(*made):
+            counts.append(len(starts := make(*made)))
+            return starts
+
+        return start(making, *given, **named)
+
+    monkeypatch.setattr(module, "start", counting)
+    return counts

@@ -42,6 +42,8 @@ launch = pytest.importorskip(
     "hilbert_lib.attention.triton.lists_launch", reason="triton has no build for this platform"
 )
 
+from gathered_starts import counted_launches  # noqa: E402
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 WITH_DLSE = False, True
@@ -76,22 +78,6 @@ def test_blocks_of_several_tiles():
     check_on_grid(PLANE, "grouped", "hilbert", "extra and padding", torch.bfloat16, "lists", device=DEVICE)
 
 
-def launches_of(monkeypatch, run):
-    """The numbers of launches of each start of a call."""
-    counts, start = [], launch.start
-
-    def counted(make, *given, **named):
-        def making(*made):
-            counts.append(len(starts := make(*made)))
-            return starts
-
-        return start(making, *given, **named)
-
-    monkeypatch.setattr(launch, "start", counted)
-    run()
-    return counts
-
-
 def test_a_short_backward_is_one_launch_and_a_longer_one_is_several(monkeypatch):
     tensors = [torch.randn(1, 72, 2, 16, device=DEVICE) for _ in range(4)]
     run = partial(attended, tensors, Union((NEAR, FAR)), "lists")
@@ -99,14 +85,17 @@ def test_a_short_backward_is_one_launch_and_a_longer_one_is_several(monkeypatch)
     for most, wanted in ((2 * tiles, [1, 1]), (2 * tiles - 1, [1, 3])):
         monkeypatch.setattr(launch, "MOST_TILES_AT_ONCE", most)
         with monkeypatch.context() as patch:
-            assert launches_of(patch, run) == wanted
+            counts = counted_launches(patch, launch)
+            run()
+        assert counts == wanted
 
 
 def test_gradients_by_several_launches_equal_the_oracle(monkeypatch):
     monkeypatch.setattr(launch, "MOST_TILES_AT_ONCE", 0)
     case = PLANE, "grouped", "hilbert", "extra and padding", torch.bfloat16, "lists"
-    run = partial(check_on_grid, *case, device=DEVICE, with_dlse=True)
-    assert max(launches_of(monkeypatch, run)) == 4
+    counts = counted_launches(monkeypatch, launch)
+    check_on_grid(*case, device=DEVICE, with_dlse=True)
+    assert max(counts) == 4
 
 
 def test_windows_are_those_of_the_kv_head_of_each_group():

@@ -15,7 +15,7 @@ from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-from gathered_starts import gathering  # noqa: E402
+from gathered_starts import counted_launches, gathering  # noqa: E402
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from hilbert_lib.attention.triton import arguments, grid_launch, rows, schedule  # noqa: E402
@@ -124,16 +124,7 @@ SHORT_COMBINED = {
 )
 def test_a_short_call_is_one_launch_each_way_and_equals_the_reference(monkeypatch, branches, options):
     monkeypatch.setattr(schedule, "SHORT_ROWS", SHORT_ROWS)
-    counts = []
-
-    def counted(make, *given, **named):
-        def making(*made):
-            counts.append(len(starts := make(*made)))
-            return starts
-
-        return start(making, *given, **named)
-
-    monkeypatch.setattr(launch, "start", counted)
+    counts = counted_launches(monkeypatch, launch)
     branches, length = PASSES[branches]
     tensors = drawn(length, 2, 1, 4, batch=2, device=DEVICE)
     assert_close(*by_kernels_and_exactly(DilatedPattern(*branches), tensors, OPTIONS[options]), 2e-5)
