@@ -241,7 +241,7 @@ hopper.forward, mask 6: every residue has the masks of the first
 hopper.forward, mask 0: a block has the masks of the one before
 -following = _masks_of(masks, j + BLOCK_N, n, r, BLOCK_N)
 +following = _masks_of(masks, j, n, r, BLOCK_N)
-hopper.forward, mask 0: a block is said to have no masked key
+hopper.steps, mask 0: a block is said to have no masked key
 -kept_count < is_kept.shape[0]
 +kept_count < 0
 hopper.forward, mask 0: the end is told in a stage that is still read
@@ -302,11 +302,28 @@ hopper.grid_forward, 28: a stage is held while all others are passed over
 -block - last >= ring.k_tiles.shape[0] - 1
 +block - last > ring.k_tiles.shape[0]
 hopper.masks, 26: an extra key that is not there
--allowed = column < extra
-+allowed = column <= extra
+-(column < extra)[None, :]
++(column <= extra)[None, :]
 hopper.masks, 6: every residue has the first one's padding
 -boxes.cell_of(ranks, place.residue, axes.d, axes.n)
 +boxes.cell_of(ranks, (0, 0, 0), axes.d, axes.n)
+hopper.masks, 24: every sequence has the first one's padding of extra keys
+-padding.extra + b.to(gl.int64) * extra + column
++padding.extra + column
+hopper.grid_forward, 24: boxes of extra keys have the first one's padding
+-masks.kept_extra(paddings, place.b, j, extra
++masks.kept_extra(paddings, place.b, 0, extra
+hopper.grid_backward, 24: for dq boxes of extra keys have the first one's padding
+-masks.kept_extra(paddings, place.b, j, extra
++masks.kept_extra(paddings, place.b, 0, extra
+hopper.grid_wide, wide 21: padding is read once a stage is given back
+-                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+-                tiles.arrive(_k_free(shared, block))
++                tiles.arrive(_k_free(shared, block))
++                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+hopper.grid_wide_backward, wide 24: for dq of wide heads boxes of extra keys have the first one's padding
+-masks.kept_extra(paddings, place.b, j, extra
++masks.kept_extra(paddings, place.b, 0, extra
 hopper.grid_forward, 0: a tile goes on from the products of the one before
 -acc = gl.zeros_like(acc)
 +acc = acc
@@ -343,7 +360,7 @@ hopper.boxes, 25: queries more than a round before the keys are looked for there
 - + gl.where(start < -m, m, 0)
 +
 hopper.grid_backward, 14: rows of lse are not waited for
--count=2 if OF_KEYS else 1
+-count=2 if OF_KEYS or TOLD else 1
 +count=1
 hopper.grid_backward, 17: of the query heads of a KV head one counts
 -members = group if OF_KEYS else 1

@@ -17,11 +17,9 @@ from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.hopper import dropout, tiles
 from hilbert_lib.attention.triton.hopper.steps import (
     END,
-    NONE_MASKED,
-    SOME_MASKED,
-    Ceilings,
     are_sorted,
     as_operand,
+    ceilings_of,
     goes_on,
     halves,
     in_halves,
@@ -36,6 +34,8 @@ from hilbert_lib.attention.triton.hopper.steps import (
     seen_keys,
     softmax,
     step,
+    tell,
+    tell_ceilings,
     v_free,
     values,
 )
@@ -72,10 +72,7 @@ def forward_kernel(
     ring = tiles.Ring(k_tiles, v_tiles, k_full, v_full)
     ceilings = k_full  # [STAGES, 1]; this stands in for them without padding
     if PADDING:
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], FLAT)  # [STAGES, BLOCK_N]
-        states = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)  # [STAGES, 1]
-        ceilings = Ceilings(rows, states)
+        ceilings = ceilings_of(STAGES, BLOCK_N, gl.float32)
     numbers = k_full  # [STAGES, 1]; this stands in for them without dropout
     if DROPOUT:
         ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -178,8 +175,7 @@ def _copy_block(
     mbarrier.expect(ring.k_full.index(stage), k_descriptor.block_type.nbytes)
     tiles.async_load(k_descriptor, [b, row + j, residue, g, 0], ring.k_full.index(stage), ring.k_tiles.index(stage))
     if PADDING:
-        ceilings.rows.index(stage).store(gl.where(is_kept, float("inf"), float("-inf")))
-        tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
+        tell_ceilings(ceilings, block, is_kept, kept_count)
     if DROPOUT:
         tell(numbers.fours, block, j // 4)
         tell(numbers.branches, block, branch)
@@ -201,14 +197,6 @@ def _end(ring, ceilings, block, tile_size):
             tiles.meet(k_free(ring, block))
         tell(ceilings.states, block, END)
         mbarrier.arrive(ring.k_full.index(block % STAGES), count=2)
-
-
-@gluon.jit
-def tell(stages, block, number):
-    """Write a number for a block's stage."""
-    STAGES: gl.constexpr = stages.shape[0]
-    zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
-    stages.index(block % STAGES).store(zero + number)
 
 
 @gluon.jit

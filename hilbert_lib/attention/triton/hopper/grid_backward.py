@@ -32,7 +32,7 @@ class Shared(NamedTuple):
     y_tiles: gl.shared_memory_descriptor
     a_tiles: gl.shared_memory_descriptor  # [stages, *box, 1, columns]
     b_tiles: gl.shared_memory_descriptor  # [B_STAGES, *box, 1, columns]
-    lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries
+    lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries; of keys, rows of `Ceilings`
     delta_rows: gl.shared_memory_descriptor
     tile_full: gl.shared_memory_descriptor
     tile_free: gl.shared_memory_descriptor
@@ -71,11 +71,16 @@ def backward_kernel(
     tile_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     tile_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    TOLD: gl.constexpr = (PADDING or EXTRA_PADDING) and not OF_KEYS
+    ceilings = full  # [STAGES, 1]; this stands in for them without padding
+    if TOLD:
+        states = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ceilings = steps.Ceilings(lse_rows, states)
     for buffer in gl.static_range(BUFFERS):
         mbarrier.init(tile_full.index(buffer), count=1)
         mbarrier.init(tile_free.index(buffer), count=2)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2 if OF_KEYS else 1)
+        mbarrier.init(full.index(stage), count=2 if OF_KEYS or TOLD else 1)
     if BIAS is None or OF_KEYS:
         sums = ()
     else:
@@ -89,7 +94,7 @@ def backward_kernel(
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
     u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
     sizes = (heads, group, extra, total, programs)
-    key_masks = masks.KeyMasks(windows, padding, extra_padding)
+    key_masks, paddings = masks.KeyMasks(windows, ceilings), masks.Padding(padding, extra_padding)
     # The arguments are written out: a tuple that is assigned to a name loses its constants.
     if OF_KEYS:
         gl.warp_specialize([
@@ -102,21 +107,23 @@ def backward_kernel(
                 IN_FLOAT, BIAS,
             )),
             (_copy, (
-                lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, False, True,
+                lse, delta, x, y, a, b, extra_a, extra_b, key_masks, paddings, moves, shared, axes, sizes, RULES,
+                False, True, False, False,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_differentiate_queries, (
                 0, lse, delta, u, bias, sums, key_masks, scale, u_moves, shared, axes, sizes,
-                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
+                BLOCK_D, RULES, EXTRA, TOLD, BIAS,
             )),
             (_differentiate_queries, (
                 1, lse, delta, u, bias, sums, key_masks, scale, u_moves, shared, axes, sizes,
-                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
+                BLOCK_D, RULES, EXTRA, TOLD, BIAS,
             )),
             (_copy, (
-                lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, EXTRA, False,
+                lse, delta, x, y, a, b, extra_a, extra_b, key_masks, paddings, moves, shared, axes, sizes, RULES,
+                EXTRA, False, PADDING, EXTRA_PADDING,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
 
@@ -135,10 +142,13 @@ def _b_free(shared, block):
 
 @gluon.jit
 def _copy(
-    lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES: gl.constexpr,
-    EXTRA: gl.constexpr, OF_KEYS: gl.constexpr,
+    lse, delta, x, y, a, b, extra_a, extra_b, key_masks, paddings, moves, shared, axes, sizes, RULES: gl.constexpr,
+    EXTRA: gl.constexpr, OF_KEYS: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
-    """Copy tiles and boxes in the order in which the groups take them; with OF_KEYS rows of lse and delta too."""
+    """Copy tiles and boxes in the order in which the groups take them; with OF_KEYS rows of lse and delta too.
+
+    Of boxes of keys the groups are told which are padding.
+    """
     heads, group, extra, total, programs = sizes
     x_moves, y_moves, a_moves, b_moves, extra_moves = moves
     members = group if OF_KEYS else 1  # heads of queries whose boxes are walked over
@@ -163,7 +173,7 @@ def _copy(
         x_at, y_at = boxes.moved(head, place, x_moves), boxes.moved(head, place, y_moves)
         boxes.fetch_tile(x, x_at, place, x_first, full, shared.x_tiles, buffer, RULES)
         boxes.fetch_tile(y, y_at, place, x_first, full, shared.y_tiles, buffer, RULES)
-        reaches = boxes.reaches_of(place, windows, axes, RULES, OF_KEYS)
+        reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, OF_KEYS)
         for member in range(members):
             head = place.h + member if OF_KEYS else place.g
             a_at, b_at = boxes.moved(head, place, a_moves), boxes.moved(head, place, b_moves)
@@ -172,14 +182,22 @@ def _copy(
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
                 rank0, rank1, rank2 = boxes.within(box.corner, a_first)
+                if PADDING or EXTRA_PADDING:
+                    is_kept = masks.kept_cells(paddings, place, box.corner, axes, RULES, PADDING)  # [KEYS]
                 _fetch(a, b, [rank0, rank1, rank2, a_at, 0], [rank0, rank1, rank2, b_at, 0], shared, block, OF_KEYS)
                 if OF_KEYS:
                     _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
+                if PADDING or EXTRA_PADDING:
+                    masks.tell(key_masks.ceilings, shared.full, block, is_kept)
                 block = tiles.counted(block + 1)
         if EXTRA:
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
+                if PADDING or EXTRA_PADDING:
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
                 _fetch(extra_a, extra_b, [0, 0, j, a_at, 0], [0, 0, j, b_at, 0], shared, block, OF_KEYS)
+                if PADDING or EXTRA_PADDING:
+                    masks.tell(key_masks.ceilings, shared.full, block, is_kept)
                 block = tiles.counted(block + 1)
 
 
@@ -220,8 +238,7 @@ def as_exponent(lse):
 @gluon.jit
 def _differentiate_queries(
     NUMBER: gl.constexpr, lse, delta, dq, bias, sums, key_masks, scale, moves, shared, axes, sizes,
-    BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
-    EXTRA_PADDING: gl.constexpr, BIAS: gl.constexpr,
+    BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: dq of 64 queries of each tile. The product for dq comes one box late."""
     heads, group, extra, total, programs = sizes
@@ -297,10 +314,10 @@ def _differentiate_queries(
                     1, deps=[score_token, weight_token]
                 )  # [GROUP_ROWS, GROUP_ROWS] each
                 tiles.arrive(_b_free(shared, block))
-                scores = masks.allowed(  # [GROUP_ROWS, GROUP_ROWS]
-                    scores, sights, this_box, place, axes, key_masks, j - grid_boxes, extra, RULES, EXTRA, PADDING,
-                    EXTRA_PADDING,
-                )  # fmt: skip
+                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+                scores = masks.allowed(
+                    scores, sights, this_box, axes, j - grid_boxes, extra, RULES, EXTRA
+                )  # [GROUP_ROWS, GROUP_ROWS]
                 weights = masks.weights_of(
                     scores, lse_row, sights, this_box, axes, j >= grid_boxes, scale, RULES, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS]

@@ -77,10 +77,15 @@ def forward_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, K0, K1, K2, 1, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, K0, K1, K2, 1, BLOCK_D], v.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    TOLD: gl.constexpr = PADDING or EXTRA_PADDING
+    ceilings = full  # [STAGES, 1]; this stands in for them without padding
+    if TOLD:
+        # In float32 two programs of 64 columns would not fit in a multiprocessor.
+        ceilings = steps.ceilings_of(STAGES, tiles.GROUP_ROWS, gl.bfloat16)
     q_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=2 if TOLD else 1)
     for buffer in gl.static_range(boxes.BUFFERS):
         mbarrier.init(q_full.index(buffer), count=1)
         mbarrier.init(q_free.index(buffer), count=2)
@@ -90,26 +95,31 @@ def forward_kernel(
     moves = (qb, q0, q1, q2), (kb, k0, k1, k2), (vb, v0, v1, v2), (eb, fb)
     out_moves = (ob, o0, o1, o2)
     sizes = (heads, group, extra, total, programs)
-    results, key_masks = Results(lse, flag, out), masks.KeyMasks(windows, padding, extra_padding)
+    results, key_masks = Results(lse, flag, out), masks.KeyMasks(windows, ceilings)
+    paddings = masks.Padding(padding, extra_padding)
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
             0, results, key_masks, bias, scale, out_moves, shared, ring, axes, sizes,
-            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
+            BLOCK_D, RULES, EXTRA, TOLD, BIAS,
         )),
         (_attend, (
             1, results, key_masks, bias, scale, out_moves, shared, ring, axes, sizes,
-            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING, BIAS,
+            BLOCK_D, RULES, EXTRA, TOLD, BIAS,
         )),
-        (_copy, (q, k, v, extra_k, extra_v, windows, moves, shared, ring, axes, sizes, RULES, EXTRA)),
+        (_copy, (
+            q, k, v, extra_k, extra_v, key_masks, paddings, moves, shared, ring, axes, sizes, RULES, EXTRA, PADDING,
+            EXTRA_PADDING,
+        )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
 def _copy(
-    q, k, v, extra_k, extra_v, windows, moves, shared, ring, axes, sizes, RULES: gl.constexpr, EXTRA: gl.constexpr
-):
-    """Copy tiles of queries and boxes of keys, in the order in which the groups take them."""
+    q, k, v, extra_k, extra_v, key_masks, paddings, moves, shared, ring, axes, sizes, RULES: gl.constexpr,
+    EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
+):  # fmt: skip
+    """Copy tiles of queries and boxes of keys, in the order in which the groups take them, and tell of padding."""
     heads, group, extra, total, programs = sizes
     q_moves, k_moves, v_moves, extra_moves = moves
     block = 0
@@ -128,18 +138,27 @@ def _copy(
         q_at = boxes.moved(place.h, place, q_moves)
         first = boxes.launch_queries(axes, RULES).first
         boxes.fetch_tile(q, q_at, place, first, shared.q_full.index(buffer), shared.q_tiles, buffer, RULES)
-        reaches = boxes.reaches_of(place, windows, axes, RULES, False)
+        reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, False)
         k_at, v_at = boxes.moved(place.g, place, k_moves), boxes.moved(place.g, place, v_moves)
         step = (0, 0, 0)
         for _j in range(boxes.count_of(reaches)):
-            rank0, rank1, rank2 = boxes.box_of(step, reaches, axes, RULES).corner
+            corner = boxes.box_of(step, reaches, axes, RULES).corner
+            rank0, rank1, rank2 = corner
             step = boxes.following(step, reaches, RULES)
+            if PADDING or EXTRA_PADDING:
+                is_kept = masks.kept_cells(paddings, place, corner, axes, RULES, PADDING)  # [KEYS]
             _fetch(k, v, [rank0, rank1, rank2, k_at, 0], [rank0, rank1, rank2, v_at, 0], ring, block)
+            if PADDING or EXTRA_PADDING:
+                masks.tell(key_masks.ceilings, ring.k_full, block, is_kept)
             block += 1
         if EXTRA:
             k_at, v_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
+                if PADDING or EXTRA_PADDING:
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
                 _fetch(extra_k, extra_v, [0, 0, j, k_at, 0], [0, 0, j, v_at, 0], ring, block)
+                if PADDING or EXTRA_PADDING:
+                    masks.tell(key_masks.ceilings, ring.k_full, block, is_kept)
                 block += 1
 
 
@@ -159,8 +178,7 @@ def _fetch(k, v, k_at, v_at, ring, block):
 @gluon.jit
 def _attend(
     NUMBER: gl.constexpr, results, key_masks, bias, scale, moves, shared, ring, axes, sizes, BLOCK_D: gl.constexpr,
-    RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
-    BIAS: gl.constexpr,
+    RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of each tile against every box of keys that it sees.
 
@@ -228,11 +246,11 @@ def _attend(
                     step, sights, reaches, corner, stop, j + 1 - grid_boxes, axes, RULES, EXTRA
                 )
                 scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])  # [GROUP_ROWS, KEYS]
+                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, KEYS]
                 tiles.arrive(steps.k_free(ring, block))
-                scores = masks.allowed(  # [GROUP_ROWS, KEYS]
-                    scores, sights, this_box, place, axes, key_masks, j - grid_boxes, extra, RULES, EXTRA, PADDING,
-                    EXTRA_PADDING,
-                )  # fmt: skip
+                scores = masks.allowed(
+                    scores, sights, this_box, axes, j - grid_boxes, extra, RULES, EXTRA
+                )  # [GROUP_ROWS, KEYS]
                 before, before_sums = largest, sums  # [GROUP_ROWS], [GROUP_ROWS, 4]
                 if LATE:
                     # The last tile's product with v runs beside the first scores of this one.

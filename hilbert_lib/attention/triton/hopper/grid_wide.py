@@ -51,8 +51,12 @@ def wide_kernel(
     for buffer in gl.static_range(BUFFERS):
         mbarrier.init(tile_full.index(buffer), count=1)
         mbarrier.init(tile_free.index(buffer), count=2)
+    TOLD: gl.constexpr = PADDING or EXTRA_PADDING
+    ceilings = k_full  # [STAGES, 1]; this stands in for them without padding
+    if TOLD:
+        ceilings = steps.ceilings_of(STAGES, tiles.GROUP_ROWS, gl.float32)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_full.index(stage), count=2 if TOLD else 1)
     for stage in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
     shared = Shared(q_tiles, k_tiles, v_tiles, tile_full, tile_free, k_full, v_full)
@@ -60,20 +64,21 @@ def wide_kernel(
     moves = (qb, q0, q1, q2), (kb, k0, k1, k2), (vb, v0, v1, v2), (eb, fb)
     out_moves = (ob, o0, o1, o2)
     sizes = (heads, group, extra, total, programs)
-    key_masks = masks.KeyMasks(windows, padding, extra_padding)
+    key_masks, paddings = masks.KeyMasks(windows, ceilings), masks.Padding(padding, extra_padding)
     # The arguments are written out: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
             0, lse, flag, (out_low, out_high), key_masks, scale, out_moves, shared, axes, sizes, BLOCK_E, RULES, EXTRA,
-            PADDING, EXTRA_PADDING,
+            TOLD,
         )),
         (_attend, (
             1, lse, flag, (out_low, out_high), key_masks, scale, out_moves, shared, axes, sizes, BLOCK_E, RULES, EXTRA,
-            PADDING, EXTRA_PADDING,
+            TOLD,
         )),
         (_copy, (
             (q_low, q_high), (k_low, k_high), (v_low, v_high), (extra_k_low, extra_k_high),
-            (extra_v_low, extra_v_high), windows, moves, shared, axes, sizes, RULES, EXTRA,
+            (extra_v_low, extra_v_high), key_masks, paddings, moves, shared, axes, sizes, RULES, EXTRA, PADDING,
+            EXTRA_PADDING,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -104,9 +109,10 @@ def _v_free(shared, block):
 
 @gluon.jit
 def _copy(
-    q, k, v, extra_k, extra_v, windows, moves, shared, axes, sizes, RULES: gl.constexpr, EXTRA: gl.constexpr
+    q, k, v, extra_k, extra_v, key_masks, paddings, moves, shared, axes, sizes, RULES: gl.constexpr,
+    EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
-    """Copy tiles of queries and boxes of keys, in the order in which the groups take them."""
+    """Copy tiles of queries and boxes of keys, in the order in which the groups take them, and tell of padding."""
     heads, group, extra, total, programs = sizes
     q_moves, k_moves, v_moves, extra_moves = moves
     block = 0
@@ -126,19 +132,27 @@ def _copy(
         q_at, first = boxes.moved(place.h, place, q_moves), boxes.launch_queries(axes, RULES).first
         boxes.fetch_tile(q[0], q_at, place, first, full, shared.q.low, buffer, RULES)
         boxes.fetch_tile(q[1], q_at, place, first, full, shared.q.high, buffer, RULES, LOW)
-        reaches = boxes.reaches_of(place, windows, axes, RULES, False)
+        reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, False)
         k_at, v_at = boxes.moved(place.g, place, k_moves), boxes.moved(place.g, place, v_moves)
         step = (0, 0, 0)
         for _j in range(boxes.count_of(reaches)):
             corner = boxes.box_of(step, reaches, axes, RULES).corner
             step = boxes.following(step, reaches, RULES)
+            if PADDING or EXTRA_PADDING:
+                is_kept = masks.kept_cells(paddings, place, corner, axes, RULES, PADDING)  # [KEYS]
             _fetch_k(k[0], k[1], corner, k_at, shared, block)
+            if PADDING or EXTRA_PADDING:
+                masks.tell(key_masks.ceilings, shared.k_full, block, is_kept)
             _fetch_v(v[0], v[1], corner, v_at, shared, block)
             block = tiles.counted(block + 1)
         if EXTRA:
             k_at, v_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
+                if PADDING or EXTRA_PADDING:
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
                 _fetch_k(extra_k[0], extra_k[1], (0, 0, j), k_at, shared, block)
+                if PADDING or EXTRA_PADDING:
+                    masks.tell(key_masks.ceilings, shared.k_full, block, is_kept)
                 _fetch_v(extra_v[0], extra_v[1], (0, 0, j), v_at, shared, block)
                 block = tiles.counted(block + 1)
 
@@ -171,7 +185,7 @@ def _fetch(low, high, corner, head_at, parts, full, stage):
 @gluon.jit
 def _attend(
     NUMBER: gl.constexpr, lse, flag, out, key_masks, scale, moves, shared, axes, sizes, BLOCK_E: gl.constexpr,
-    RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
+    RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of each tile against every box of keys that it sees."""
     heads, group, extra, total, programs = sizes
@@ -212,11 +226,11 @@ def _attend(
                     step, sights, reaches, corner, queries.stop, j + 1 - grid_boxes, axes, RULES, EXTRA
                 )
                 scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, GROUP_ROWS]
+                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
                 tiles.arrive(_k_free(shared, block))
-                scores = masks.allowed(  # [GROUP_ROWS, GROUP_ROWS]
-                    scores, sights, this_box, place, axes, key_masks, j - grid_boxes, extra, RULES, EXTRA, PADDING,
-                    EXTRA_PADDING,
-                )  # fmt: skip
+                scores = masks.allowed(
+                    scores, sights, this_box, axes, j - grid_boxes, extra, RULES, EXTRA
+                )  # [GROUP_ROWS, GROUP_ROWS]
                 weights, decay, largest, sums = grid_forward.softmax(
                     scores, sights, this_box, axes, j >= grid_boxes, largest, sums, scale, RULES, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]

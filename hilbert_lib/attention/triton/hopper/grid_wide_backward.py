@@ -40,7 +40,7 @@ class Shared(NamedTuple):
     y: wide.Parts
     a: wide.Parts  # [stages, ...]
     b: wide.Parts  # [B_STAGES, ...]
-    lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries
+    lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries; of keys, rows of `Ceilings`
     delta_rows: gl.shared_memory_descriptor  # [B_STAGES, 64]
     weights: gl.shared_memory_descriptor  # [64, 64], float32
     slopes: gl.shared_memory_descriptor  # [2, 64, 64], for dq
@@ -85,7 +85,12 @@ def wide_backward_kernel(
     tile_full = wide.barriers(1, 1)  # [COUNT, 1]
     tile_free = wide.barriers(1, 2)  # [COUNT, 1]
     # Rows of lse come with a, rows of delta with b: the copying warp arrives once more.
-    a_full = wide.barriers(STAGES, 2 if OF_KEYS else 1)  # [STAGES, 1]
+    TOLD: gl.constexpr = (PADDING or EXTRA_PADDING) and not OF_KEYS
+    a_full = wide.barriers(STAGES, 2 if OF_KEYS or TOLD else 1)  # [STAGES, 1]
+    ceilings = a_full  # [STAGES, 1]; this stands in for them without padding
+    if TOLD:
+        states = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
+        ceilings = steps.Ceilings(lse_rows, states)
     a_free = wide.barriers(STAGES, 2)  # [STAGES, 1]
     b_full = wide.barriers(B_STAGES, 2 if OF_KEYS else 1)  # [B_STAGES, 1]
     b_free = wide.barriers(B_STAGES, 2 if OF_KEYS else 1)  # [B_STAGES, 1]
@@ -100,7 +105,7 @@ def wide_backward_kernel(
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
     u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
     sizes = (heads, group, extra, total, programs)
-    key_masks = masks.KeyMasks(windows, padding, extra_padding)
+    key_masks, paddings = masks.KeyMasks(windows, ceilings), masks.Padding(padding, extra_padding)
     # The arguments are written out: a tuple that is assigned to a name loses its constants.
     if OF_KEYS:
         gl.warp_specialize([
@@ -114,30 +119,33 @@ def wide_backward_kernel(
             )),
             (_copy, (
                 lse, delta, (x_low, x_high), (y_low, y_high), (a_low, a_high), (b_low, b_high),
-                (extra_a_low, extra_a_high), (extra_b_low, extra_b_high), windows, moves, shared, axes, sizes, RULES,
-                False, True,
+                (extra_a_low, extra_a_high), (extra_b_low, extra_b_high), key_masks, paddings, moves, shared, axes,
+                sizes, RULES, False, True, False, False,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_weigh_queries, (
-                lse, u_low, key_masks, scale, u_moves, shared, axes, sizes, RULES, EXTRA, PADDING, EXTRA_PADDING,
+                lse, u_low, key_masks, scale, u_moves, shared, axes, sizes, RULES, EXTRA, TOLD,
             )),
             (_slope_queries, (delta, u_high, windows, scale, u_moves, shared, axes, sizes, BLOCK_E, RULES, EXTRA)),
             (_copy, (
                 lse, delta, (x_low, x_high), (y_low, y_high), (a_low, a_high), (b_low, b_high),
-                (extra_a_low, extra_a_high), (extra_b_low, extra_b_high), windows, moves, shared, axes, sizes, RULES,
-                EXTRA, False,
+                (extra_a_low, extra_a_high), (extra_b_low, extra_b_high), key_masks, paddings, moves, shared, axes,
+                sizes, RULES, EXTRA, False, PADDING, EXTRA_PADDING,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
 def _copy(
-    lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES: gl.constexpr,
-    EXTRA: gl.constexpr, OF_KEYS: gl.constexpr,
+    lse, delta, x, y, a, b, extra_a, extra_b, key_masks, paddings, moves, shared, axes, sizes, RULES: gl.constexpr,
+    EXTRA: gl.constexpr, OF_KEYS: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
-    """Copy tiles and boxes in the order in which the groups take them; with OF_KEYS rows of lse and delta too."""
+    """Copy tiles and boxes in the order in which the groups take them; with OF_KEYS rows of lse and delta too.
+
+    Of boxes of keys the groups are told which are padding.
+    """
     heads, group, extra, total, programs = sizes
     x_moves, y_moves, a_moves, b_moves, extra_moves = moves
     members = group if OF_KEYS else 1  # heads of queries whose boxes are walked over
@@ -162,7 +170,7 @@ def _copy(
         )
         wide.fetched(x[0], x[1], corner, boxes.moved(head, place, x_moves), shared.x, full, 0)
         wide.fetched(y[0], y[1], corner, boxes.moved(head, place, y_moves), shared.y, full, 0)
-        reaches = boxes.reaches_of(place, windows, axes, RULES, OF_KEYS)
+        reaches = boxes.reaches_of(place, key_masks.windows, axes, RULES, OF_KEYS)
         for member in range(members):
             head = place.h + member if OF_KEYS else place.g
             a_at, b_at = boxes.moved(head, place, a_moves), boxes.moved(head, place, b_moves)
@@ -171,7 +179,11 @@ def _copy(
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
                 corner = boxes.within(box.corner, a_first)
+                if PADDING or EXTRA_PADDING:
+                    is_kept = masks.kept_cells(paddings, place, box.corner, axes, RULES, PADDING)  # [KEYS]
                 wide.fetch(a[0], a[1], corner, a_at, shared.a, shared.a_full, shared.a_free, block)
+                if PADDING or EXTRA_PADDING:
+                    masks.tell(key_masks.ceilings, shared.a_full, block, is_kept)
                 wide.fetch(b[0], b[1], corner, b_at, shared.b, shared.b_full, shared.b_free, block)
                 if OF_KEYS:
                     _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
@@ -179,7 +191,11 @@ def _copy(
         if EXTRA:
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
+                if PADDING or EXTRA_PADDING:
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
                 wide.fetch(extra_a[0], extra_a[1], (0, 0, j), a_at, shared.a, shared.a_full, shared.a_free, block)
+                if PADDING or EXTRA_PADDING:
+                    masks.tell(key_masks.ceilings, shared.a_full, block, is_kept)
                 wide.fetch(extra_b[0], extra_b[1], (0, 0, j), b_at, shared.b, shared.b_full, shared.b_free, block)
                 block = tiles.counted(block + 1)
 
@@ -199,7 +215,7 @@ def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl
 @gluon.jit
 def _weigh_queries(
     lse, dq, key_masks, scale, moves, shared, axes, sizes, RULES: gl.constexpr, EXTRA: gl.constexpr,
-    PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
+    PADDING: gl.constexpr,
 ):  # fmt: skip
     """The weights of 64 queries of each tile and every box of keys, and the low columns of dq."""
     heads, group, extra, total, programs = sizes
@@ -238,10 +254,10 @@ def _weigh_queries(
             token = _by_slopes(shared, block + 1, gl.where(j > 0, block - 1, block), acc)  # [GROUP_ROWS, LOW]
             step = boxes.following(step, reaches, RULES)
             scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, GROUP_ROWS]
-            scores = masks.allowed(  # [GROUP_ROWS, GROUP_ROWS]
-                scores, sights, box, place, axes, key_masks, j - grid_boxes, extra, RULES, EXTRA, PADDING,
-                EXTRA_PADDING,
-            )  # fmt: skip
+            scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+            scores = masks.allowed(
+                scores, sights, box, axes, j - grid_boxes, extra, RULES, EXTRA
+            )  # [GROUP_ROWS, GROUP_ROWS]
             weights = masks.weights_of(
                 scores, lse_row, sights, box, axes, j >= grid_boxes, scale, RULES, EXTRA
             )  # [GROUP_ROWS, GROUP_ROWS]

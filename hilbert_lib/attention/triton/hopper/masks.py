@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
 from hilbert_lib.attention.triton.grid import WRAP, window
-from hilbert_lib.attention.triton.hopper import boxes
+from hilbert_lib.attention.triton.hopper import boxes, steps, tiles
 
 FAR = gl.constexpr(2**30)  # beyond every rank
 
@@ -35,11 +36,17 @@ class Sight(NamedTuple):
 
 
 class KeyMasks(NamedTuple):
-    """Tensors of a launch that decide which keys a query sees."""
+    """What decides which keys a query sees."""
 
     windows: gl.tensor  # (kv_heads, 3)
-    padding: gl.tensor  # (batch, keys)
-    extra_padding: gl.tensor  # (batch, extra keys)
+    ceilings: steps.Ceilings  # of the boxes in a ring, where a launch has padding
+
+
+class Padding(NamedTuple):
+    """Masks of a launch, 1 for keys without weight, which the copying warp tells the groups by ceilings."""
+
+    cells: gl.tensor  # (batch, keys)
+    extra: gl.tensor  # (batch, extra keys)
 
 
 @gluon.jit
@@ -120,36 +127,35 @@ def _overlaps(sight, rank, left, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def allowed(
-    scores, sights, box, place, axes, key_masks, j, extra, RULES: gl.constexpr, EXTRA: gl.constexpr,
-    PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
-):  # fmt: skip
-    """Scores of a group of queries and a box of keys, -inf where they do not attend.
-
-    For j >= 0 the box is box j of the extra keys. Where `is_apart`, the last axis is left to `seen_last`.
-    """
-    if EXTRA:
-        if j >= 0:
-            scores = _of_extra(
-                scores, key_masks.extra_padding, place.b, j * scores.shape[1], extra, EXTRA_PADDING
-            )  # [GROUP_ROWS, columns]
-        else:
-            scores = _of_grid(
-                scores, sights, box, place, axes, key_masks.padding, RULES, PADDING
-            )  # [GROUP_ROWS, columns]
-    else:
-        scores = _of_grid(scores, sights, box, place, axes, key_masks.padding, RULES, PADDING)  # [GROUP_ROWS, columns]
+def with_weight(scores, key_masks, block, PADDING: gl.constexpr):
+    """Scores of a box, -inf for keys that are padding. The stage of its keys is not given back before this."""
+    if PADDING:
+        scores = steps.without_masked(scores, key_masks.ceilings, block, 0)  # [GROUP_ROWS, columns]
     return scores
 
 
 @gluon.jit
-def _of_grid(scores, sights, box, place, axes, padding, RULES: gl.constexpr, PADDING: gl.constexpr):
+def allowed(scores, sights, box, axes, j, extra, RULES: gl.constexpr, EXTRA: gl.constexpr):
+    """Scores of a group of queries and a box of keys, -inf where the keys are not in the queries' windows.
+
+    For j >= 0 the box is box j of the extra keys. Where `is_apart`, the last axis is left to `seen_last`.
+    """
+    if EXTRA:
+        if j >= 0:  # noqa: SIM108 - a kernel computes one of both
+            scores = _of_extra(scores, j * scores.shape[1], extra)  # [GROUP_ROWS, columns]
+        else:
+            scores = _of_grid(scores, sights, box, axes, RULES)  # [GROUP_ROWS, columns]
+    else:
+        scores = _of_grid(scores, sights, box, axes, RULES)  # [GROUP_ROWS, columns]
+    return scores
+
+
+@gluon.jit
+def _of_grid(scores, sights, box, axes, RULES: gl.constexpr):
     scores = _cut_off(scores, sights[0], box.rank[0], box.left[0], axes.m[0], 0, RULES)  # [GROUP_ROWS, columns]
     scores = _cut_off(scores, sights[1], box.rank[1], box.left[1], axes.m[1], 1, RULES)  # [GROUP_ROWS, columns]
     if not is_apart(RULES):
         scores = _cut_off(scores, sights[2], box.rank[2], box.left[2], axes.m[2], 2, RULES)  # [GROUP_ROWS, columns]
-    if PADDING:
-        scores = _without_padding(scores, padding, place, box, axes, RULES)  # [GROUP_ROWS, columns]
     return scores
 
 
@@ -287,23 +293,45 @@ def hidden(scores, seers, box, axes, RULES: gl.constexpr):
 
 
 @gluon.jit
-def _without_padding(scores, padding, place, box, axes, RULES: gl.constexpr):
-    """Scores, -inf for keys of a box without weight."""
-    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
-    ranks = boxes.key_ranks_of(column, box.corner, RULES)
-    cells = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-    padding_ptrs = padding + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [rows]
-    return gl.where(
-        (gl.load(padding_ptrs, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[None, :], scores, float("-inf")
-    )
+def _of_extra(scores, first, extra):
+    """Scores of extra keys from `first` on, -inf past the last key."""
+    column = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [columns]
+    return gl.where((column < extra)[None, :], scores, float("-inf"))
 
 
 @gluon.jit
-def _of_extra(scores, padding, b, first, extra, PADDING: gl.constexpr):
-    """Scores of extra keys from `first` on, -inf for keys without weight and past the last key."""
-    column = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
-    allowed = column < extra  # [rows]
+def kept_cells(padding, place, corner, axes, RULES: gl.constexpr, PADDING: gl.constexpr):
+    """Whether each cell of a box of keys has weight, for `tell`. Cells outside of the grid do no harm."""
+    number = _numbers()  # [KEYS]
+    is_kept = number >= 0  # [KEYS]
     if PADDING:
-        padding_ptrs = padding + b.to(gl.int64) * extra + column  # [rows]
-        allowed = allowed & (gl.load(padding_ptrs, mask=allowed, other=1) == 0)  # [rows]
-    return gl.where(allowed[None, :], scores, float("-inf"))
+        ranks = boxes.key_ranks_of(number, corner, RULES)
+        cells = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
+        padding_ptrs = padding.cells + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [KEYS]
+        is_kept = gl.load(padding_ptrs, mask=boxes.is_there(ranks, axes.m), other=0) == 0  # [KEYS]
+    return is_kept
+
+
+@gluon.jit
+def kept_extra(padding, b, first, extra, EXTRA_PADDING: gl.constexpr):
+    """Whether each extra key from `first` on has weight, for `tell`."""
+    number = _numbers()  # [KEYS]
+    is_kept = number >= 0  # [KEYS]
+    if EXTRA_PADDING:
+        column = first + number  # [KEYS]
+        padding_ptrs = padding.extra + b.to(gl.int64) * extra + column  # [KEYS]
+        is_kept = gl.load(padding_ptrs, mask=column < extra, other=0) == 0  # [KEYS]
+    return is_kept
+
+
+@gluon.jit
+def _numbers():
+    KEYS: gl.constexpr = tiles.GROUP_ROWS  # of a box; the copying warp alone holds them
+    return gl.arange(0, KEYS, gl.BlockedLayout([KEYS // 32], [32], [1], [0]))
+
+
+@gluon.jit
+def tell(ceilings, full, block, is_kept):
+    """Write the ceilings of a box, and arrive at the barrier of its stage. Both groups gave the stage back."""
+    steps.tell_ceilings(ceilings, block, is_kept, gl.sum(is_kept.to(gl.int32), 0))
+    mbarrier.arrive(full.index(block % full.shape[0]))

@@ -37,6 +37,16 @@ class Ceilings(NamedTuple):
 
 
 @gluon.jit
+def ceilings_of(STAGES: gl.constexpr, KEYS: gl.constexpr, dtype: gl.constexpr):
+    """Room for the `Ceilings` of a ring. Every dtype of numbers has inf."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return Ceilings(
+        gl.allocate_shared_memory(dtype, [STAGES, KEYS], FLAT),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT),
+    )
+
+
+@gluon.jit
 def k_free(ring, block):
     """Number of the barrier at which the groups give a tile of k back."""
     return tiles.FIRST_BARRIER + block % ring.k_tiles.shape[0]
@@ -91,12 +101,30 @@ def goes_on(ring, ceilings, block):
 
 
 @gluon.jit
+def tell(stages, block, number):
+    """Write a number for a block's stage."""
+    STAGES: gl.constexpr = stages.shape[0]
+    zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
+    stages.index(block % STAGES).store(zero + number)
+
+
+@gluon.jit
+def tell_ceilings(ceilings, block, is_kept, kept_count):
+    """Write which keys of a block are kept, and how many, for its stage."""
+    STAGES: gl.constexpr = ceilings.rows.shape[0]
+    row = gl.where(is_kept, float("inf"), float("-inf"))  # [KEYS]
+    ceilings.rows.index(block % STAGES).store(row.to(ceilings.rows.dtype))
+    tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
+
+
+@gluon.jit
 def without_masked(scores, ceilings, block, FIRST: gl.constexpr):
     """Scores of keys from the FIRST of a block on, -inf for masked ones, whatever these hold."""
     STAGES: gl.constexpr = ceilings.rows.shape[0]
     if state_of(ceilings, block) == SOME_MASKED:
         row = ceilings.rows.index(block % STAGES).slice(FIRST, scores.shape[1], 0)  # [columns]
-        scores = gl.minimum(scores, row.load(gl.SliceLayout(0, scores.type.layout))[None, :])  # [GROUP_ROWS, columns]
+        row = row.load(gl.SliceLayout(0, scores.type.layout)).to(gl.float32)  # [columns]
+        scores = gl.minimum(scores, row[None, :])  # [GROUP_ROWS, columns]
     return scores
 
 
