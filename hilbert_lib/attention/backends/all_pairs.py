@@ -8,6 +8,9 @@ No tensor is joined to another. Extra keys are few. Where the backend does not s
 
 A short call (`is_short`) takes its host longer than its device. "triton" then computes all keys in one launch, by the
 kernels for grids: keys are the cells of a line whose window holds every cell, and queries stand on its first cells.
+
+Few queries have few tiles, which are a kernel's programs for dq. The backward then cuts the keys into runs, which are
+sequences of their own (`_in_runs`). The forward does so in its kernels (`triton.decode`).
 """
 
 from collections.abc import Callable, Iterator
@@ -32,6 +35,9 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 _BY_POSITION = ("hopper", "triton")
 # Of a call on a line: of more keys, or more pairs in all heads and sequences, the device takes longer than the host.
 MOST_ON_A_LINE, MOST_PAIRS = 1024, 2**22
+# Of a backward in runs of keys: rows of a tile of dq, the tiles that fill a GPU, the programs aimed at, and the fewest
+# keys of a run.
+TILE_ROWS, FILLING_TILES, PROGRAMS, LEAST_KEYS = 64, 128, 512, 1024
 
 
 class _Part(NamedTuple):
@@ -153,7 +159,10 @@ def _line(queries: int, keys: int, kv_heads: int) -> tuple[HeadNeighbourhoods, G
 
 
 def _functions(backend: Backend, plain: Backend, device: torch.device) -> tuple[Forward, Backward]:
-    parts = partial(_parts, backend, plain, backend.functions(device))
+    forward, backward = backend.functions(device)
+    if backend.name in _BY_POSITION:
+        backward = partial(_in_runs, backward, backend.name)
+    parts = partial(_parts, backend, plain, (forward, backward))
     return partial(_forward, parts), partial(_backward, parts)
 
 
@@ -229,6 +238,60 @@ def _backward(
     return Tensors(dq.to(q_dtype), *grads, *extra)
 
 
+def runs_of(q: Tensor, k: Tensor) -> int:
+    """The number of runs of keys in which a backward computes dq: 1 where tiles of queries fill a GPU.
+
+    >>> runs_of(torch.empty(1, 77, 8, 64), torch.empty(1, 65_536, 8, 64))
+    32
+    """
+    batch, queries, heads, _ = q.shape
+    keys, tiles = k.shape[1], max(1, batch * heads * -(-queries // TILE_ROWS))
+    most = min(PROGRAMS // tiles, keys // max(LEAST_KEYS, queries))
+    if tiles >= FILLING_TILES or most < 2:
+        return 1
+    # A number that divides the keys leaves no rest.
+    return next((runs for runs in range(most, most // 2, -1) if keys % runs == 0), most)
+
+
+def _in_runs(
+    backward: Backward, name: str, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # A backward of a segment, by runs of its keys; the last keys, which no run holds, are a call of their own.
+    q, k, v, *_ = inputs
+    runs, mask = runs_of(q, k), request.key_padding_mask
+    if runs == 1:
+        return backward(dout, inputs, out, lse, request, dlse=dlse)
+    held = k.shape[1] // runs * runs
+    of_keys = partial(_gradients_of_keys, backward, name, dout, inputs, out, lse, request, dlse)
+    dq, dk, dv = of_keys(runs, 0, held)
+    if held < k.shape[1]:
+        own_dq, own_dk, own_dv = of_keys(1, held, k.shape[1])
+        dq, dk, dv = dq + own_dq, torch.cat((dk, own_dk), 1), torch.cat((dv, own_dv), 1)
+    return dq, dk, dv
+
+
+def _gradients_of_keys(
+    backward: Backward, name: str, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request,
+    dlse: Tensor | None, runs: int, first: int, stop: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # Gradients of q, in float32, and of the keys from `first` to `stop` - 1, in runs of equal length.
+    def run_by_run(x: Tensor) -> Tensor:
+        return x[:, first:stop].unflatten(1, (runs, -1)).flatten(0, 1)
+
+    def for_each_run(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.repeat_interleave(runs, 0)
+
+    q, k, v = for_each_run(inputs.q), run_by_run(inputs.k), run_by_run(inputs.v)
+    mask = None if request.key_padding_mask is None else run_by_run(request.key_padding_mask)
+    k, v, request = as_counted(q.shape[1], k, v, _request(q, k, mask, request, is_part=True), name)
+    results = *map(for_each_run, (out, lse)), request
+    dq, dk, dv, *_ = backward(for_each_run(dout), Tensors(q, k, v), *results, dlse=for_each_run(dlse))
+    dq = dq.unflatten(0, (-1, runs)).sum(1, dtype=WORKING_DTYPE[q.dtype])
+    length = (stop - first) // runs
+    return dq, *(x[:, :length].unflatten(0, (-1, runs)).flatten(1, 2) for x in (dk, dv))
+
+
 def _workspace(
     backend: Backend, arguments: tuple, request: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int] | None:
@@ -241,6 +304,10 @@ def _workspace(
     own_inputs = Tensors(q, k, v)
     own_arguments = (own_inputs,) if direction == "forward" else (arguments[0], own_inputs, *arguments[2:])
     keys = backend.workspace(own_arguments, own_request, direction, device, returned)
+    runs = runs_of(q, k) if direction == "backward" and backend.name in _BY_POSITION else 1
+    if keys is not None and runs > 1:
+        rows = q.shape[0] * q.shape[1] * q.shape[2]
+        keys |= {"rows of the queries for each run of keys": runs * (4 * q.nbytes + 2 * 4 * rows)}
     if keys is None or extra_k is None or not extra_k.shape[1]:
         return keys
     results = 3 * WORKING_DTYPE[q.dtype].itemsize * q.numel()

@@ -113,7 +113,7 @@ def _workspace(
     lse, in_float = 4 * batch * rows * heads, 4 * q.numel()
     if direction == "forward":
         if decode.serves(q, k, call):
-            return {"parts of the keys, float32": _parts(q, k, call) * (in_float + lse)}
+            return _of_parts(q, k, call)
         if _is_one_pass("forward", q, k, call, device):
             return {}
         return {"partial out, float32": in_float, "partial lse": lse}
@@ -131,10 +131,12 @@ def _hopper_workspace(
     given: tuple, call: Request, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
     # As `launch.py` makes it, but for copies of tensors that the copy engine cannot read.
+    from hilbert_lib.attention.triton import decode
     from hilbert_lib.attention.triton.hopper import launch
 
     if direction == "forward":
-        return {}
+        q, k, *_ = given[0]
+        return _of_parts(q, k, call) if q.shape[1] != k.shape[1] and decode.serves(q, k, call) else {}
     q, k, *_ = given[1]
     if call.query_start is not None:
         return _workspace(given, call, direction, device, returned)
@@ -156,6 +158,12 @@ def _is_one_pass(kernel: str, q: Tensor, k: Tensor, call: Request, device: torch
     config = arguments.compiled_config(kernel, q, device)
     block = config.block_m if kernel != "dkv" else config.block_n
     return len(schedule.passes(call.pattern, k.shape[1], block)) == 1
+
+
+def _of_parts(q: Tensor, k: Tensor, call: Request) -> dict[str, int]:
+    # What `decode` makes, of each part of the keys.
+    batch, rows, heads, _ = q.shape
+    return {"parts of the keys, float32": _parts(q, k, call) * 4 * (q.numel() + batch * rows * heads)}
 
 
 def _parts(q: Tensor, k: Tensor, call: Request) -> int:

@@ -23,14 +23,17 @@ from torch import Tensor
 from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import geometry
-from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
+from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted, is_measured
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.attention.triton.start import Made, Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.dilated import DilatedPattern
 
 MOST_ROWS = 64  # query rows of one KV head; with more rows a tile of `forward` is well filled
+# In half precision also more rows, where `forward` would have so few tiles that most multiprocessors get none.
+FORWARD_ROWS, MOST_TILES = 128, 64
 TILE_ROWS = {2: 32, 4: 16}  # bytes of an element -> largest tile; with 64, Triton 3.7 fails to compile for sm_100
+MANY_ROWS = 64  # of a tile on Hopper where there are more than `MOST_ROWS`
 KEYS_PER_ROW = 8  # fewest keys of a program for each query row: partial results then stay small beside the keys
 PROGRAMS = 1024  # programs aimed at: a few for each place of an SM
 TILE_BYTES = 16384  # bytes of k, and of v, at each step of a program
@@ -44,20 +47,35 @@ NOT_SPECIALIZED = [*geometry.NOT_SPECIALIZED, "pairs", "units", "tiles", "parts"
 def serves(q: Tensor, k: Tensor, call: Request) -> bool:
     """Whether this forward suits a call better than `launch.forward`.
 
-    It does where a KV head has few query rows, and some branch has so many keys that partial results are small beside
-    them. The number of programs does not matter: keys are read once for all heads of a group in any case.
+    It does where a KV head has few query rows, or all of them together few tiles, and some branch has so many keys that
+    partial results are small beside them. Of few rows the number of programs does not matter: keys are read once for
+    all heads of a group in any case.
 
     >>> q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 4096, 2, 64)
     >>> serves(q, k, Request(DilatedPattern((1024,), (1,)), query_start=4095))
     True
     """
-    rows = q.shape[1] * (q.shape[2] // k.shape[2])
     if _reads_starts(call):  # which `launch.forward` does not read
         return True
-    if rows > MOST_ROWS or call.cu_seqlens is not None:
+    if call.cu_seqlens is not None or not (has_few_rows(q, k) or _has_few_tiles(q)):
         return False
     branches = zip(call.pattern.segment_lengths, call.pattern.dilation_rates, strict=True)
-    return max(min(w, k.shape[1]) // r for w, r in branches) >= KEYS_PER_ROW * rows
+    return max(min(w, k.shape[1]) // r for w, r in branches) >= KEYS_PER_ROW * _rows(q, k)
+
+
+def has_few_rows(q: Tensor, k: Tensor) -> bool:
+    """Whether a tile of `forward` would not be filled by the queries of all heads of a KV head."""
+    return _rows(q, k) <= MOST_ROWS
+
+
+def _rows(q: Tensor, k: Tensor) -> int:
+    return q.shape[1] * (q.shape[2] // k.shape[2])
+
+
+def _has_few_tiles(q: Tensor) -> bool:
+    # Whether the tiles of `forward` leave most of a GPU without work.
+    batch, queries, heads, _ = q.shape
+    return q.element_size() == 2 and batch * heads * triton.cdiv(queries, FORWARD_ROWS) <= MOST_TILES
 
 
 def _reads_starts(call: Request) -> bool:
@@ -73,9 +91,8 @@ def starts_of_rows(call: Request) -> dict[str, Tensor | None]:
 
 def refusal_of_starts(q: Tensor, k: Tensor, call: Request) -> str:
     """The reason why a call whose sequences begin at rows that only the device knows is not decoded, or ""."""
-    rows = q.shape[1] * (q.shape[2] // k.shape[2])
-    if rows > MOST_ROWS:
-        return f"reads starts on the device for up to {MOST_ROWS} queries of the heads of a KV head, got {rows}"
+    if not has_few_rows(q, k):
+        return f"reads starts on the device for up to {MOST_ROWS} queries of the heads of a KV head, got {_rows(q, k)}"
     return ""
 
 
@@ -87,7 +104,7 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     kv_heads, first, keys = k.shape[2], call.first_query, k.shape[1]
     if call.is_causal and not _reads_starts(call):
         keys = min(keys, first + queries)  # those that some query may see
-    group, rows = heads // kv_heads, queries * heads // kv_heads
+    group, rows = heads // kv_heads, _rows(q, k)
     columns = geometry.block_d(head_dim)
     block_n = step_keys(head_dim, k.element_size())
     known_first = None if _reads_starts(call) else first
@@ -95,7 +112,8 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     table = _table(call.pattern, kv_heads, q.device)
     branches = len(call.pattern.branches)
     pairs = branches * kv_heads
-    block_m = min(TILE_ROWS[k.element_size()], max(16, geometry.power_of_2(rows)))
+    most = TILE_ROWS[k.element_size()] if has_few_rows(q, k) or not is_measured(k.device) else MANY_ROWS
+    block_m = min(most, max(16, geometry.power_of_2(rows)))
     tiles = triton.cdiv(rows, block_m)
     row_starts = starts_of_rows(call)
     # q stands in for tensors that are not used.

@@ -146,6 +146,34 @@ def test_plain_kernels_are_the_oracles(case):
 
 
 @pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
+@pytest.mark.parametrize(("shape", "runs"), [((2, 7), 2), ((3, 7), 3), ((23,), 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_by_runs_of_keys_is_the_oracles(monkeypatch, shape, runs, dtype):
+    # Of 23 keys no run of seven holds the last two.
+    monkeypatch.setattr(all_pairs, "LEAST_KEYS", 7)
+    monkeypatch.setattr(all_pairs, "MOST_ON_A_LINE", 1)
+    cells = torch.Size(shape).numel()
+    assert all_pairs.runs_of(torch.empty(2, 5, 4, 16), torch.empty(2, cells, 2, 16)) == runs
+    device = "cuda" if kernel_mode() == "compiled" else "cpu"
+    for hidden, extra in ((0.0, 0), (0.4, 3), (1.0, 3)):
+        options = {"hidden": hidden, "extra_hidden": hidden, "extra": extra, "head_dim": 16, "with_dlse": hidden > 0}
+        check_joint(Neighbourhood(shape, 2), shape, None, dtype, "triton", device=device, **options)
+
+
+def test_a_backward_has_as_many_runs_of_keys_as_fill_a_gpu():
+    def runs(queries: int, keys: int, heads: int = 8) -> int:
+        return all_pairs.runs_of(torch.empty(1, queries, heads, 64), torch.empty(1, keys, heads, 64))
+
+    assert runs(64, 65_536) == 64  # of 1,024 keys
+    assert runs(512, 65_536) == 8  # 64 tiles
+    assert runs(1_024, 65_536) == 1  # 128 tiles
+    assert runs(512, 2_049) == 2  # and a rest of one key
+    assert runs(2_000, 65_536, heads=1) == 16
+    assert runs(2_000, 5_000, heads=1) == 2  # no run has fewer keys than queries
+    assert runs(1, 2_047) == 1
+
+
+@pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
 @pytest.mark.parametrize(("whole_tiles", "parts"), [(limits.WHOLE_TILES, 1), (1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_extra_keys_by_plain_kernels_are_of_one_part_or_sums_of_several(

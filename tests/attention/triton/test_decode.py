@@ -31,7 +31,7 @@ decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="trit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEYS = 71
-WINDOWS = ((0, 1), (0, 5), (21, 1), (29, 4), (46, 3), (KEYS - 1, 1), (KEYS - 5, 5))  # first query, queries
+WINDOWS = ((0, 1), (0, 5), (21, 1), (21, 40), (29, 4), (46, 3), (KEYS - 1, 1), (KEYS - 5, 5))  # first query, queries
 
 
 @pytest.fixture(autouse=True)
@@ -238,14 +238,25 @@ def test_two_runs_give_the_same_bits():
     assert all(map(torch.equal, decoded(*tensors, call), decoded(*tensors, call)))
 
 
-def test_it_serves_few_rows_against_many_keys():
+def test_it_serves_few_rows_or_tiles_against_many_keys():
     pattern = DilatedPattern((64, 4096), (1, 2))
-    k = torch.empty(1, 8192, 2, 64, dtype=torch.bfloat16)
 
-    def serves(queries: int, heads: int, pattern: DilatedPattern = pattern) -> bool:
-        return decode.serves(torch.empty(1, queries, heads, 64, dtype=k.dtype), k, Request(pattern, query_start=0))
+    def serves(
+        queries: int, heads: int, pattern: DilatedPattern = pattern, dtype: torch.dtype = torch.bfloat16, batch: int = 1
+    ) -> bool:
+        k = torch.empty(batch, 8192, 2, 64, dtype=dtype)
+        return decode.serves(torch.empty(batch, queries, heads, 64, dtype=dtype), k, Request(pattern, query_start=0))
 
     assert serves(1, 2)
     assert serves(16, 8)
-    assert not serves(17, 8)
     assert not serves(16, 8, DilatedPattern((64,), (1,)))
+    assert serves(16, 8, dtype=torch.float32)
+    assert serves(16, 8, batch=64)  # of few rows the number of tiles does not matter
+    # 64 tiles of `forward` at most, and only in half precision.
+    assert serves(17, 8)
+    assert serves(64, 8, batch=8)
+    assert not serves(64, 8, batch=9)
+    assert not serves(17, 8, dtype=torch.float32)
+    # More rows have to leave partial results small beside the keys.
+    assert serves(128, 2, DilatedPattern((1024,), (1,)))
+    assert not serves(129, 2, DilatedPattern((1024,), (1,)))

@@ -51,7 +51,7 @@ def refusal_of_keys(q: Tensor, k: Tensor, call: Request) -> str:
     """The reason why they do not serve so many keys and KV heads as k has, or ""."""
     if q.shape[1] > k.shape[1]:  # in a ring, whose blocks have queries and keys of their own
         return f"has no query without a key at its position, got {q.shape[1]} queries of {k.shape[1]} keys{SEE_PLAIN}"
-    if q.shape[1] != k.shape[1] and decode.serves(q, k, call):
+    if q.shape[1] != k.shape[1] and decode.has_few_rows(q, k) and decode.serves(q, k, call):
         return f"decodes nothing: {q.shape[1]} queries of {k.shape[1]} keys are shared out key by key{SEE_PLAIN}"
     if not _reaches_some(call.pattern, k.shape[1]):
         return f"needs a branch all of whose rows TMA can load, and no branch of {k.shape[1]} keys is one{SEE_PLAIN}"
