@@ -17,6 +17,8 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import (
     ALL_PAIRS_RULES,
     CPU_RULE,
+    FLASH_RECORD,
+    FLASH_TILES,
     FULL_RULE,
     GRID_ON_CPU,
     HALF_RULES,
@@ -81,8 +83,11 @@ def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = 
     left out where the rule does not hang on the number of keys: that of extra queries does.
     """
     rule = _rule_for(q, call, gradient=gradient)
-    if k is not None and isinstance(call.pattern, AllPairs) and _is_bound_by_host(q, k):
-        rule = _that_serves(first_of(rule, "triton", SHORT_RECORD), call)
+    if k is not None and isinstance(call.pattern, AllPairs):
+        if _is_bound_by_host(q, k):
+            rule = _that_serves(first_of(rule, "triton", SHORT_RECORD), call)
+        elif _has_few_tiles(q, gradient=gradient):
+            rule = _that_serves(first_of(rule, "flash", FLASH_RECORD), call)
     return _of_tables(rule) if through_table else rule
 
 
@@ -133,12 +138,22 @@ def _is_bound_by_host(q: Tensor, k: Tensor) -> bool:
     return _has_host(q) and is_short(q, k)
 
 
+def _has_few_tiles(q: Tensor, *, gradient: bool) -> bool:
+    # Of extra queries: whether they leave most multiprocessors without work, unless the keys are split.
+    batch, rows, heads, _ = q.shape
+    return not _has_symbols(q) and batch * heads * -(-rows // 128) <= FLASH_TILES[gradient]
+
+
 def _has_host(q: Tensor) -> bool:
     # Whether a short call waits for its host. A compiled program does not, and must not hang on the number of keys, nor
     # must one that is traced with symbols as sizes.
     if q.device.type != "cuda" or q.dtype.itemsize != 2 or torch.compiler.is_compiling():
         return False
-    return not any(isinstance(size, torch.SymInt) for size in q.shape)
+    return not _has_symbols(q)
+
+
+def _has_symbols(q: Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in q.shape)
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:
@@ -253,7 +268,7 @@ def explain(
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    is_faster = rule.record in (SHORT_RECORD, HOST_RECORD, UNION_RECORD) and chosen == rule.order[0]
+    is_faster = rule.record in (SHORT_RECORD, HOST_RECORD, UNION_RECORD, FLASH_RECORD) and chosen == rule.order[0]
     off_fast_path = "" if is_faster and name == "auto" else _off_fast_path(chosen, q, k, call, reasons)
     return Explanation(chosen, reasons, rule.record, off_fast_path)
 

@@ -33,13 +33,17 @@ HALF_RULES = {
 # padding, a few queries) eager takes 0.2 to 44 times their time once they are compiled, and at 65,536 tokens 13 GiB
 # where they take 0.1. float64 has eager alone on a GPU.
 FULL_RULE = Rule(("sdpa", "triton", "eager"), "float32 on an H200, reports/HISTORY.md; float64 has eager alone")
-# Of extra queries, which see all keys: dense kernels first. They split the keys of a few rows over programs. The fused
-# ones do so for up to 64 rows alone: 512 queries of 8 heads are 32 tiles, for 132 multiprocessors.
+# Of extra queries, which see all keys: dense kernels first.
 _PLACES = {"hopper": 1, "triton": 1, "eager": 2}
 ALL_PAIRS_RULES = {
     architecture: Rule(tuple(sorted(rule.order, key=lambda name: _PLACES.get(name, 0))), NOT_MEASURED)
     for architecture, rule in HALF_RULES.items()
 }
+# Of few extra queries torch's flash kernel splits the keys over programs, and cuDNN does not: 77 queries of 8 heads
+# over 65,536 keys take 0.09 and 0.58 ms. cuDNN's backward is faster. Up to so many tiles of 128 queries, over all heads
+# and sequences, flash is first: with a gradient, and without.
+FLASH_TILES = {True: 16, False: 48}
+FLASH_RECORD = "few extra queries on an H200, reports/HISTORY.md"
 # In a short call (`all_pairs.is_short`) "triton" has one launch for the cells and the extra keys. Two dense kernels
 # and the sum of what they return take the host longer.
 SHORT_RECORD = "not measured: one launch stands before several"

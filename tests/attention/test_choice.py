@@ -441,6 +441,24 @@ def test_extra_queries_go_to_dense_kernels_first(monkeypatch):
         assert order == (*dense, *fused, "eager")
 
 
+def test_few_extra_queries_over_many_keys_go_to_a_kernel_that_splits_the_keys(monkeypatch):
+    k = SimpleNamespace(shape=(1, 65_536, 8, 64))
+
+    def first(rows, gradient, heads=8, dtype=torch.bfloat16):
+        q = SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, rows, heads, 64))
+        return choice.rule_for(q, Request(AllPairs()), gradient=gradient, k=k).order[0]
+
+    for architecture, rule in HALF_RULES.items():
+        info = SimpleNamespace(architecture=architecture)
+        monkeypatch.setattr(choice, "get_gpu_info", lambda device, info=info: info)
+        flash, other = ("flash", "cudnn") if "flash" in rule.order else ("sdpa", "sdpa")
+        other = "flash_attn_4" if rule.order[0] == "flash_attn_4" else other
+        assert [first(rows, True) for rows in (77, 256, 257)] == [flash, flash, other]
+        assert [first(rows, False) for rows in (257, 768, 769)] == [flash, flash, other]
+        assert first(1, False, heads=49) == other
+        assert first(77, True, dtype=torch.float32) == "sdpa"
+
+
 def test_extra_queries_over_few_keys_go_to_one_launch_first(monkeypatch):
     monkeypatch.setattr(all_pairs, "MOST_ON_A_LINE", 100)
 
@@ -452,13 +470,12 @@ def test_extra_queries_over_few_keys_go_to_one_launch_first(monkeypatch):
     for architecture, rule in HALF_RULES.items():
         info = SimpleNamespace(architecture=architecture)
         monkeypatch.setattr(choice, "get_gpu_info", lambda device, info=info: info)
-        usual = order(64)
+        usual, behind = order(64, k=keys[101]), order(64)
         first = tuple(name for name in ("triton",) if name in rule.order)
         for rows in (64, 100):
-            assert order(64, k=keys[rows]) == (*first, *(name for name in usual if name != "triton"))
+            assert order(64, k=keys[rows]) == (*first, *(name for name in behind if name != "triton"))
             assert order(64, torch.float32, k=keys[rows]) == order(64, torch.float32)
-        for rows in (63, 101):
-            assert order(64, k=keys[rows]) == usual
+        assert order(64, k=keys[63]) == usual
         for bound, most in (("MOST_PAIRS", 2 * 64 * 64 - 1), ("MOST_SEQUENCES", 1)):
             with monkeypatch.context() as patch:
                 patch.setattr(all_pairs, bound, most)

@@ -37,7 +37,7 @@ _BY_POSITION = ("hopper", "triton")
 MOST_ON_A_LINE, MOST_PAIRS = 1024, 2**22
 # Of a backward in runs of keys: rows of a tile of dq, the tiles that fill a GPU, the programs aimed at, and the fewest
 # keys of a run.
-TILE_ROWS, FILLING_TILES, PROGRAMS, LEAST_KEYS = 64, 128, 512, 1024
+TILE_ROWS, FILLING_TILES, PROGRAMS, LEAST_KEYS = 64, 128, 256, 4096
 
 
 class _Part(NamedTuple):
@@ -242,7 +242,7 @@ def runs_of(q: Tensor, k: Tensor) -> int:
     """The number of runs of keys in which a backward computes dq: 1 where tiles of queries fill a GPU.
 
     >>> runs_of(torch.empty(1, 77, 8, 64), torch.empty(1, 65_536, 8, 64))
-    32
+    16
     """
     batch, queries, heads, _ = q.shape
     keys, tiles = k.shape[1], max(1, batch * heads * -(-queries // TILE_ROWS))
@@ -258,8 +258,8 @@ def _in_runs(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # A backward of a segment, by runs of its keys; the last keys, which no run holds, are a call of their own.
-    q, k, v, *_ = inputs
-    runs, mask = runs_of(q, k), request.key_padding_mask
+    k = inputs.k
+    runs = runs_of(inputs.q, k)
     if runs == 1:
         return backward(dout, inputs, out, lse, request, dlse=dlse)
     held = k.shape[1] // runs * runs

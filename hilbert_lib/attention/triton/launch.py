@@ -104,8 +104,9 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     """The same by the warp-specialised kernels; a tensor that they cannot read is copied once.
 
     The plain kernels compute branches whose rows the copy engine does not reach, and again, where a tile is cut off,
-    tiles with a NaN. Of so few queries that they have few tiles, the keys are shared out (`decode`). In an exported program, which serves all lengths, they also compute the lengths that the
-    warp-specialised kernels do not serve: elsewhere `hopper.launch.refusal_of_keys` refuses these.
+    tiles with a NaN. Of queries that have few tiles they share the keys out (`decode`). In an exported program, which
+    serves all lengths, they also compute the lengths that the warp-specialised kernels do not serve: elsewhere
+    `hopper.launch.refusal_of_keys` refuses these.
     """
     q, k, v, *_ = inputs
     _check_positions(k, "hopper")

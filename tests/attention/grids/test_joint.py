@@ -164,13 +164,14 @@ def test_a_backward_has_as_many_runs_of_keys_as_fill_a_gpu():
     def runs(queries: int, keys: int, heads: int = 8) -> int:
         return all_pairs.runs_of(torch.empty(1, queries, heads, 64), torch.empty(1, keys, heads, 64))
 
-    assert runs(64, 65_536) == 64  # of 1,024 keys
-    assert runs(512, 65_536) == 8  # 64 tiles
+    assert runs(64, 65_536) == 16  # of 4,096 keys
+    assert runs(512, 65_536) == 4  # 64 tiles
     assert runs(1_024, 65_536) == 1  # 128 tiles
-    assert runs(512, 2_049) == 2  # and a rest of one key
-    assert runs(2_000, 65_536, heads=1) == 16
-    assert runs(2_000, 5_000, heads=1) == 2  # no run has fewer keys than queries
-    assert runs(1, 2_047) == 1
+    assert runs(256, 8_193) == 2  # and a rest of one key
+    assert runs(5_000, 20_001, heads=1) == 3  # 79 tiles
+    assert runs(5_000, 20_000, heads=1) == 2  # without a rest
+    assert runs(5_000, 9_999, heads=1) == 1  # no run has fewer keys than queries
+    assert runs(1, 8_191) == 1
 
 
 @pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")

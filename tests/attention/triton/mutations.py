@@ -227,8 +227,8 @@ hopper.backward, 31: a block that sees some keys of a group is passed over
 -first_masked = (first_query_of(own_lowest, origin, r) - begin) // BLOCK_M
 +first_masked = gl.cdiv(first_query_of(own_lowest, origin, r) - begin, BLOCK_M)
 hopper.steps, mask 0: masked keys have weight
--== SOME_MASKED
-+== END
+-if state_of(ceilings, block) == SOME_MASKED
++if state_of(ceilings, block) == END
 hopper.steps, mask 0: the second half of a block has the masks of the first
 -.slice(FIRST, scores
 +.slice(0, scores
@@ -316,11 +316,15 @@ hopper.grid_forward, 24: boxes of extra keys have the first one's padding
 hopper.grid_backward, 24: for dq boxes of extra keys have the first one's padding
 -masks.kept_extra(paddings, place.b, j, extra
 +masks.kept_extra(paddings, place.b, 0, extra
+hopper.masks, 24: the padding of another box is read
+-told = steps.told_of(key_masks.ceilings, block, tiles.GROUP_ROWS)
++told = steps.told_of(key_masks.ceilings, block + 1, tiles.GROUP_ROWS)
 hopper.grid_wide, wide 21: padding is read once a stage is given back
--                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+-                scores = masks.with_weight(scores, told, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
 -                tiles.arrive(_k_free(shared, block))
 +                tiles.arrive(_k_free(shared, block))
-+                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
++                told = masks.told_of(key_masks, block, PADDING)
++                scores = masks.with_weight(scores, told, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
 hopper.grid_wide_backward, wide 24: for dq of wide heads boxes of extra keys have the first one's padding
 -masks.kept_extra(paddings, place.b, j, extra
 +masks.kept_extra(paddings, place.b, 0, extra

@@ -252,10 +252,10 @@ def test_it_serves_few_rows_or_tiles_against_many_keys():
     assert not serves(16, 8, DilatedPattern((64,), (1,)))
     assert serves(16, 8, dtype=torch.float32)
     assert serves(16, 8, batch=64)  # of few rows the number of tiles does not matter
-    # 64 tiles of `forward` at most, and only in half precision.
+    # 16 tiles of `forward` at most, and only in half precision.
     assert serves(17, 8)
-    assert serves(64, 8, batch=8)
-    assert not serves(64, 8, batch=9)
+    assert serves(64, 8, batch=2)
+    assert not serves(64, 8, batch=3)
     assert not serves(17, 8, dtype=torch.float32)
     # More rows have to leave partial results small beside the keys.
     assert serves(128, 2, DilatedPattern((1024,), (1,)))

@@ -307,6 +307,7 @@ def _differentiate_queries(
                     slopes, tiles.tile_of_stage(shared.a_tiles, before), acc, is_async=True
                 )  # [GROUP_ROWS, BLOCK_D]
                 # Beside these products: the place of the next box, and whether it is seen.
+                told = masks.told_of(key_masks, block, PADDING)
                 step, box, is_seen = masks.following(
                     step, sights, reaches, corner, queries.stop, j + 1 - grid_boxes, axes, RULES, EXTRA
                 )
@@ -314,7 +315,7 @@ def _differentiate_queries(
                     1, deps=[score_token, weight_token]
                 )  # [GROUP_ROWS, GROUP_ROWS] each
                 tiles.arrive(_b_free(shared, block))
-                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+                scores = masks.with_weight(scores, told, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
                 scores = masks.allowed(
                     scores, sights, this_box, axes, j - grid_boxes, extra, RULES, EXTRA
                 )  # [GROUP_ROWS, GROUP_ROWS]

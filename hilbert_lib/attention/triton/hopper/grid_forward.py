@@ -242,11 +242,12 @@ def _attend(
                 if LATE:
                     token = _values(weights, acc, ring, last)  # [GROUP_ROWS, BLOCK_D]
                 # While these products are computed: where the next box is, and whether it is seen.
+                told = masks.told_of(key_masks, block, PADDING)
                 step, box, is_seen = masks.following(
                     step, sights, reaches, corner, stop, j + 1 - grid_boxes, axes, RULES, EXTRA
                 )
                 scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])  # [GROUP_ROWS, KEYS]
-                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, KEYS]
+                scores = masks.with_weight(scores, told, PADDING)  # [GROUP_ROWS, KEYS]
                 tiles.arrive(steps.k_free(ring, block))
                 scores = masks.allowed(
                     scores, sights, this_box, axes, j - grid_boxes, extra, RULES, EXTRA

@@ -222,11 +222,12 @@ def _attend(
             this_box = box
             if is_seen:
                 score_token = _scores(shared, own_tile, block)  # [GROUP_ROWS, GROUP_ROWS]
+                told = masks.told_of(key_masks, block, PADDING)
                 step, box, is_seen = masks.following(
                     step, sights, reaches, corner, queries.stop, j + 1 - grid_boxes, axes, RULES, EXTRA
                 )
                 scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, GROUP_ROWS]
-                scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+                scores = masks.with_weight(scores, told, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
                 tiles.arrive(_k_free(shared, block))
                 scores = masks.allowed(
                     scores, sights, this_box, axes, j - grid_boxes, extra, RULES, EXTRA

@@ -252,9 +252,10 @@ def _weigh_queries(
                 tiles.wait_full(shared.slopes_full, block - 1)
             # The first box has none before it: what is multiplied then is thrown away.
             token = _by_slopes(shared, block + 1, gl.where(j > 0, block - 1, block), acc)  # [GROUP_ROWS, LOW]
+            told = masks.told_of(key_masks, block, PADDING)
             step = boxes.following(step, reaches, RULES)
             scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, GROUP_ROWS]
-            scores = masks.with_weight(scores, key_masks, block, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
+            scores = masks.with_weight(scores, told, PADDING)  # [GROUP_ROWS, GROUP_ROWS]
             scores = masks.allowed(
                 scores, sights, box, axes, j - grid_boxes, extra, RULES, EXTRA
             )  # [GROUP_ROWS, GROUP_ROWS]

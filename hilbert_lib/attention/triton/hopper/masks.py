@@ -127,10 +127,19 @@ def _overlaps(sight, rank, left, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def with_weight(scores, key_masks, block, PADDING: gl.constexpr):
-    """Scores of a box, -inf for keys that are padding. The stage of its keys is not given back before this."""
+def told_of(key_masks, block, PADDING: gl.constexpr):
+    """What the copying warp told of the padding in a box, for `with_weight`: read while the scores are computed."""
+    told = ()
     if PADDING:
-        scores = steps.without_masked(scores, key_masks.ceilings, block, 0)  # [GROUP_ROWS, columns]
+        told = steps.told_of(key_masks.ceilings, block, tiles.GROUP_ROWS)
+    return told
+
+
+@gluon.jit
+def with_weight(scores, told, PADDING: gl.constexpr):
+    """Scores of a box, -inf for keys that are padding."""
+    if PADDING:
+        scores = steps.without_told(scores, told)  # [GROUP_ROWS, columns]
     return scores
 
 

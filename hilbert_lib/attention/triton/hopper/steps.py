@@ -118,6 +118,22 @@ def tell_ceilings(ceilings, block, is_kept, kept_count):
 
 
 @gluon.jit
+def told_of(ceilings, block, COLUMNS: gl.constexpr):
+    """The state and the ceilings of a block of as many keys, for `without_told`."""
+    row = ceilings.rows.index(block % ceilings.rows.shape[0])  # [columns]
+    return state_of(ceilings, block), row.load(gl.SliceLayout(0, tiles.product_layout(COLUMNS)))
+
+
+@gluon.jit
+def without_told(scores, told):
+    """Scores of a block of keys, -inf for masked ones, whatever these hold."""
+    state, row = told
+    if state == SOME_MASKED:
+        scores = gl.minimum(scores, row.to(gl.float32)[None, :])  # [GROUP_ROWS, columns]
+    return scores
+
+
+@gluon.jit
 def without_masked(scores, ceilings, block, FIRST: gl.constexpr):
     """Scores of keys from the FIRST of a block on, -inf for masked ones, whatever these hold."""
     STAGES: gl.constexpr = ceilings.rows.shape[0]
