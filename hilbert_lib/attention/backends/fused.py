@@ -132,7 +132,7 @@ def _hopper_workspace(
 ) -> dict[str, int]:
     # As `launch.py` makes it, but for copies of tensors that the copy engine cannot read.
     from hilbert_lib.attention.triton import decode
-    from hilbert_lib.attention.triton.hopper import launch
+    from hilbert_lib.attention.triton.hopper import launch, segments
 
     if direction == "forward":
         q, k, *_ = given[0]
@@ -142,6 +142,8 @@ def _hopper_workspace(
         return _workspace(given, call, direction, device, returned)
     batch, rows, heads, _ = q.shape
     workspace = {"delta": 4 * batch * rows * heads}
+    if segments.is_made_of_boxes(Tensors(*given[1]), call):
+        return workspace
     if q.shape[-1] <= NARROW and not torch.are_deterministic_algorithms_enabled():
         workspace["sums of dq, float32"] = 4 * q.numel()
     elif not launch.has_dq(q, k, call) and not _is_one_pass("dq", q, k, call, device):
@@ -184,8 +186,9 @@ def _parts(q: Tensor, k: Tensor, call: Request) -> int:
 BACKENDS = (
     Backend(
         name="hopper",
-        note="warp-specialised kernels that fuse branches; plain kernels compute a branch whose rows TMA, the GPU's "
-        "unit for copies, cannot load, and the backward of a call with a query_start",
+        note="warp-specialised kernels that fuse branches, and those for grids where one branch has short segments; "
+        "plain kernels compute a branch whose rows TMA, the GPU's unit for copies, cannot load, and the backward of a "
+        "call with a query_start",
         colour="#D55E00",
         functions=_hopper_functions,
         limits=_hopper_limits,

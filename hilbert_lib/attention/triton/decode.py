@@ -23,7 +23,7 @@ from torch import Tensor
 from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import geometry
-from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted, is_measured
+from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.attention.triton.start import Made, Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -34,7 +34,6 @@ MOST_ROWS = 64  # query rows of one KV head; with more rows a tile of `forward` 
 # twice as many tiles it was no slower on an H200.
 FORWARD_ROWS, MOST_TILES = 128, 16
 TILE_ROWS = {2: 32, 4: 16}  # bytes of an element -> largest tile; with 64, Triton 3.7 fails to compile for sm_100
-MANY_ROWS = 64  # of a tile on Hopper where there are more than `MOST_ROWS`
 KEYS_PER_ROW = 8  # fewest keys of a program for each query row: partial results then stay small beside the keys
 PROGRAMS = 1024  # programs aimed at: a few for each place of an SM
 TILE_BYTES = 16384  # bytes of k, and of v, at each step of a program
@@ -113,8 +112,7 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Ten
     table = _table(call.pattern, kv_heads, q.device)
     branches = len(call.pattern.branches)
     pairs = branches * kv_heads
-    most = TILE_ROWS[k.element_size()] if has_few_rows(q, k) or not is_measured(k.device) else MANY_ROWS
-    block_m = min(most, max(16, geometry.power_of_2(rows)))
+    block_m = min(TILE_ROWS[k.element_size()], max(16, geometry.power_of_2(rows)))
     tiles = triton.cdiv(rows, block_m)
     row_starts = starts_of_rows(call)
     # q stands in for tensors that are not used.

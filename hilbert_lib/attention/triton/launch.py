@@ -23,7 +23,7 @@ from hilbert_lib.attention.triton.backward import (
 )
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d
-from hilbert_lib.attention.triton.hopper import division
+from hilbert_lib.attention.triton.hopper import division, grid_launch, segments
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.limits import POSITIONS
 from hilbert_lib.attention.triton.packed import scheduled_length
@@ -106,12 +106,14 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     The plain kernels compute branches whose rows the copy engine does not reach, and again, where a tile is cut off,
     tiles with a NaN. Of queries that have few tiles they share the keys out (`decode`). In an exported program, which
     serves all lengths, they also compute the lengths that the warp-specialised kernels do not serve: elsewhere
-    `hopper.launch.refusal_of_keys` refuses these.
+    `hopper.launch.refusal_of_keys` refuses these. Short segments are windows of the kernels for grids (`segments`).
     """
     q, k, v, *_ = inputs
     _check_positions(k, "hopper")
     if hopper.refusal_of_keys(q, k, call) or (q.shape[1] != k.shape[1] and decode.serves(q, k, call)):
         return forward(inputs, call)
+    if (line := segments.on_a_line(inputs, call)) is not None:
+        return grid_launch.forward(*line)
     q, k, v = hopper.as_read(q, k, v)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
@@ -181,12 +183,16 @@ def backward_on_hopper(
     """Gradients of q, k and v by the warp-specialised kernels. dq is summed in an order that varies.
 
     Where torch asks for determinism, and at a head_dim above 128, another kernel computes dq (`hopper.launch.has_dq`).
+    Short segments are windows, as in `forward_on_hopper`: their dq has the same bits every time.
     With a query_start the plain kernels compute all: the others count every row of q from position 0. So they do of
     branches, and of lengths, as in `forward_on_hopper`.
     """
     q, k, v, *_ = inputs
     if call.query_start is not None or hopper.refusal_of_keys(q, k, call):
         return backward(dout, inputs, out, lse, call, dlse)
+    if (line := segments.on_a_line(inputs, call)) is not None:
+        line_inputs, line_call = line
+        return grid_launch.backward(dout, line_inputs, out, lse, line_call, dlse)[:3]
     q, k, v, dout = hopper.as_read(q, k, v, dout)
     # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
     whole, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)

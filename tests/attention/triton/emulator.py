@@ -70,6 +70,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
             "grid_wide_backward",
             "grid_whole",
             "grid_launch",
+            "segments",
         )
     ),
 }

@@ -17,7 +17,7 @@ from cases import drawn as tokens
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.triton.hopper import division
+from hilbert_lib.attention.triton.hopper import division, segments
 
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
 
@@ -181,7 +181,8 @@ def fault_of(sources, case: Case, is_deterministic: bool = False, is_forward_giv
 
 
 def has_run_again(sources) -> bool:
-    return any(each.named.get("IF_FLAG") and each.arguments[-1].item() for each in sources.starts)
+    repeated = (each for each in sources.starts if each.named.get("IF_FLAG"))
+    return any(each.named.get("flag", each.arguments[-1]).item() for each in repeated)
 
 
 def fault_in(sources, case: Case, results: dict[str, torch.Tensor]) -> str | None:
@@ -250,6 +251,65 @@ def test_the_cases_of_heads_above_128_take_every_way(monkeypatch, sources):
                 ways |= {(columns, *flags), (columns, each.named["READ_PARTIAL"])}
     both = (False, True)
     assert ways == {*product((64, 128), both, both, both), *product((64, 128), both)}
+
+
+# segment_length, length, heads, kv_heads, head_dim, batch.
+SEGMENTS = {
+    "boxes of 128 keys": (128, 384, 2, 1, 128, 1),
+    "boxes of 64 keys": (64, 192, 2, 2, 64, 2),
+    "tiles over two segments": (192, 384, 4, 2, 80, 1),
+    "one segment": (4096, 256, 2, 1, 40, 1),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_short_segments_run_as_windows_and_equal_the_oracle(sources, name):
+    segment_length, length, heads, kv_heads, head_dim, batch = SEGMENTS[name]
+    pattern, dtype = DilatedPattern((segment_length,), (1,)), torch.bfloat16
+    case = Case(pattern, length, heads, kv_heads, head_dim, False, 0.2, batch, "bhsd", dtype)
+    assert fault_of(sources, case, is_deterministic=True) is None
+    modules = [each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.hopper.") for each in sources.starts]
+    forward = "grid_whole" if name == "boxes of 128 keys" else "grid_forward"
+    assert forward in modules
+    assert modules.count("grid_backward") == 2
+    assert not {"forward", "backward"} & {*modules}
+    # The gradient of lse.
+    *inputs, dout = expected(case)[0]
+    attend = partial(oracle.attention, pattern=pattern, scale=case.scale)
+    dlse = drawn_dlse(attend(*inputs)[1])
+    right = differentiated(attend, [x.double() for x in (*inputs, dout)], dlse)[2:]
+    out, lse = sources.launch.forward_on_hopper(Tensors(*inputs), request_of(case))
+    grads = sources.launch.backward_on_hopper(dout, Tensors(*inputs), out, lse, request_of(case), dlse.float())
+    found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    assert emulator.wrong(found, right, NORM_TOLERANCE[dtype]) is None
+
+
+def test_what_boxes_do_not_serve_faster_runs_by_the_kernels_for_sequences():
+    def are_windows(segment_length=256, length=1024, head_dim=64, rates=(1,), queries=None, heads=2, **options) -> bool:
+        q, k = (torch.empty(1, n, heads, head_dim, device="meta") for n in (queries or length, length))
+        lengths = (segment_length,) * len(rates)
+        return segments.is_made_of_boxes(Tensors(q, k, k), Request(DilatedPattern(lengths, rates), **options))
+
+    assert are_windows()
+    assert are_windows(64)
+    assert are_windows(1024)
+    assert are_windows(2**20)  # all rows
+    assert are_windows(2048, 4096, head_dim=65)
+    assert are_windows(head_dim=16)
+    assert not are_windows(2048, 4096)  # longer than the longest
+    assert not are_windows(4096, 8192, head_dim=128)
+    assert not are_windows(head_dim=136)
+    assert not are_windows(head_dim=8)
+    assert not are_windows(32)  # a box would hold keys of two segments
+    assert not are_windows(96, 960)
+    assert not are_windows(length=1025)  # the last segment is cut
+    assert not are_windows(rates=(2,))
+    assert not are_windows(rates=(1, 2))
+    assert not are_windows(heads=2**16)
+    assert not are_windows(queries=256, query_start=0)
+    assert not are_windows(is_causal=True)
+    assert not are_windows(dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
+    assert not are_windows(key_padding_mask=torch.zeros(1, 1024, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("length", [769, 641])

@@ -1,0 +1,58 @@
+"""Whole segments of one branch of rate 1 that boxes serve: windows on a line, with a stride as large.
+
+    segment_length 4       rows 0 1 2 3 see keys 0 1 2 3, rows 4 5 6 7 see keys 4 5 6 7
+    window 4, stride 4     the same
+
+A program of boxes takes one tile after the other, and copies the next one while it computes. A program for sequences
+takes one tile, whose begin and end nothing hides. So boxes take less time where a tile has few keys.
+"""
+
+from functools import lru_cache
+
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.triton.hopper.launch import columns_of
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
+
+# Columns of a row -> the longest segments that took less time by boxes on an H200, forward and both ways
+# (reports/HISTORY.md).
+LONGEST = {64: 1024, 128: 2048}
+KEYS = 64  # of a box, which lies in one segment. So what is not finite stays in its segment.
+FEWEST_COLUMNS = 16  # of a head that boxes serve
+MOST_SEQUENCES = 2**16 - 1  # and heads, of a kernel that repeats tiles with a NaN
+
+
+def on_a_line(inputs: Tensors, call: Request) -> tuple[Tensors, Request] | None:
+    """The same call as windows on a line, or None where the kernels for sequences serve it.
+
+    >>> import torch
+    >>> from hilbert_lib import DilatedPattern
+    >>> q = torch.empty(1, 512, 2, 64, dtype=torch.bfloat16)
+    >>> _, line = on_a_line(Tensors(q, q, q), Request(DilatedPattern((256,), (1,))))
+    >>> line.neighbourhoods[0].axes[0].window, line.neighbourhoods[0].axes[0].stride
+    (256, 256)
+    """
+    if not is_made_of_boxes(inputs, call):
+        return None
+    q, k, v, *_ = inputs
+    pattern = _windows(k.shape[1], min(call.pattern.segment_lengths[0], k.shape[1]), k.shape[2])
+    nothing = k[:, :0]
+    return Tensors(q, k, v, nothing, nothing), Request(pattern, scale=call.scale, is_part=call.is_part)
+
+
+def is_made_of_boxes(inputs: Tensors, call: Request) -> bool:
+    """Whether `on_a_line` gives another call."""
+    q, k = inputs.q, inputs.k
+    if call.pattern.dilation_rates != (1,) or call.is_causal or call.query_start is not None:
+        return False
+    has_options = call.dropout_p > 0.0 or call.key_padding_mask is not None
+    batch, rows, heads, head_dim = q.shape
+    if has_options or rows != k.shape[1] or head_dim < FEWEST_COLUMNS or max(batch, heads) > MOST_SEQUENCES:
+        return False
+    segment_length = min(call.pattern.segment_lengths[0], rows)
+    is_short = 0 < segment_length <= LONGEST.get(columns_of(q), 0)
+    return is_short and segment_length % KEYS == 0 and rows % segment_length == 0
+
+
+@lru_cache(maxsize=256)
+def _windows(keys: int, segment_length: int, kv_heads: int) -> HeadNeighbourhoods:
+    return Neighbourhood((keys,), segment_length, stride=segment_length).of_heads(kv_heads)
