@@ -114,6 +114,8 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
         return forward(inputs, call)
     if (line := segments.on_a_line(inputs, call)) is not None:
         return grid_launch.forward(*line)
+    if (beside := segments.beside_another(inputs, call)) is not None:
+        return _forward_beside(beside, inputs, call)
     q, k, v = hopper.as_read(q, k, v)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
@@ -193,6 +195,8 @@ def backward_on_hopper(
     if (line := segments.on_a_line(inputs, call)) is not None:
         line_inputs, line_call = line
         return grid_launch.backward(dout, line_inputs, out, lse, line_call, dlse)[:3]
+    if (beside := segments.beside_another(inputs, call)) is not None:
+        return _backward_beside(beside, dout, inputs, out, lse, call, dlse)
     q, k, v, dout = hopper.as_read(q, k, v, dout)
     # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
     whole, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
@@ -233,6 +237,37 @@ def backward_on_hopper(
     made = Made(lse.shape, lse.dtype), *of_dk, *of_dq
     name = "backward on hopper" if has_sums else "deterministic backward on hopper"
     return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, partial(_gradients, q.dtype, 3))
+
+
+def _forward_beside(beside: segments.Beside, inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
+    # One branch by windows, and the other from its results on.
+    out, lse = grid_launch.forward(beside.inputs, beside.call)
+    q, k, v = hopper.as_read(*inputs[:3])
+
+    def starts() -> list[Start]:
+        return [hopper.forward_start(q, k, v, call, beside.other, out, lse, None, first=False)]
+
+    _start(starts, (q, k, v, out, lse), (), call, "forward beside windows", tuple)
+    return out, lse
+
+
+def _backward_beside(
+    beside: segments.Beside, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The same of gradients, with the same bits every time.
+    dq, dk, dv, *_ = grid_launch.backward(dout, beside.inputs, out, lse, beside.call, dlse)
+    q, k, v, dout = hopper.as_read(*inputs[:3], dout)
+
+    def starts(delta: Tensor) -> list[Start]:
+        return [
+            _delta(out, dout, dlse, delta),
+            hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, beside.other, None, first=False),
+            hopper.dq_start(dout, q, k, v, lse, delta, dq, call, beside.other, first=False),
+        ]
+
+    tensors, made = (q, k, v, dout, lse, out, dlse, dq, dk, dv), (Made(lse.shape, lse.dtype),)
+    _start(starts, tensors, made, call, "backward beside windows", tuple)
+    return dq, dk, dv
 
 
 def _scaled(sums: Tensor, dq: Tensor, scale: float) -> Start:

@@ -284,6 +284,45 @@ def test_short_segments_run_as_windows_and_equal_the_oracle(sources, name):
     assert emulator.wrong(found, right, NORM_TOLERANCE[dtype]) is None
 
 
+# Segment lengths, rates, length, heads, kv_heads, head_dim, offsets.
+TWO_BRANCHES = {
+    "coarser": ((64, 256), (1, 2), 256, 2, 1, 64, "head"),
+    "coarser, the first": ((512, 128), (4, 1), 512, 4, 2, 80, "head_block"),
+    "both of rate 1": ((256, 64), (1, 1), 512, 2, 2, 128, "zero"),
+}
+
+
+@pytest.mark.parametrize("name", TWO_BRANCHES)
+def test_the_other_of_two_branches_goes_on_from_windows(sources, name):
+    lengths, rates, length, heads, kv_heads, head_dim, offsets = TWO_BRANCHES[name]
+    pattern = DilatedPattern(lengths, rates, offsets)
+    case = Case(pattern, length, heads, kv_heads, head_dim, False, 0.2, 1, "bshd", torch.float16)
+    assert fault_of(sources, case) is None
+    modules = [each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.hopper.") for each in sources.starts]
+    for module, count in (("grid_backward", 2), ("forward", 1), ("backward", 1), ("queries", 1)):
+        assert modules.count(module) == count
+
+
+def test_two_branches_are_divided_where_both_have_few_keys_and_nothing_is_cut():
+    def is_divided(lengths=(256, 1024), rates=(1, 4), length=4096, head_dim=64, mixing="softmax", **options) -> bool:
+        q = torch.empty(1, length, 4, head_dim, device="meta")
+        call = Request(DilatedPattern(lengths, rates, mixing=mixing), **options)
+        return segments.beside_another(Tensors(q, q, q), call) is not None
+
+    assert is_divided()
+    assert is_divided((1024, 256), (4, 1))
+    assert is_divided((512, 2048), (1, 4))
+    assert not is_divided((1024, 4096), (1, 4))  # 1,024 keys of 64 columns
+    assert is_divided((1024, 4096), (1, 4), head_dim=128)
+    assert not is_divided((256, 4096), (1, 2), head_dim=128)  # 2,048 keys of the other
+    assert not is_divided((256, 1024, 4096), (1, 4, 16))
+    assert not is_divided((256, 1024), (2, 4))
+    assert not is_divided((256, 1024), (1, 3))  # its last block of keys is cut
+    assert not is_divided((96, 1024), (1, 4))
+    assert not is_divided(mixing="head_groups")
+    assert not is_divided(is_causal=True)
+
+
 def test_what_boxes_do_not_serve_faster_runs_by_the_kernels_for_sequences():
     def are_windows(segment_length=256, length=1024, head_dim=64, rates=(1,), queries=None, heads=2, **options) -> bool:
         q, k = (torch.empty(1, n, heads, head_dim, device="meta") for n in (queries or length, length))

@@ -28,12 +28,13 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @lru_cache(maxsize=1024)
 def launches(
-    pattern: DilatedPattern, length: int, kv_heads: int, is_causal: bool
+    pattern: DilatedPattern, length: int, kv_heads: int, is_causal: bool, without: int | None = None
 ) -> tuple[tuple[schedule.Pass, ...], tuple[schedule.Pass, ...]]:
     """The launches of one call: of the warp-specialised kernels, and of the plain ones for the other branches.
 
     The finest rates come first. A launch changes the rows of its branches and nothing else. The choice counts the work
-    of one sequence with as many heads of q as of k: so the bits of a sequence do not depend on the batch.
+    of one sequence with as many heads of q as of k: so the bits of a sequence do not depend on the batch. without: a
+    branch that other kernels compute.
 
     >>> pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
     >>> [launch.branches for launch in launches(pattern, 65536, 16, False)[0]]
@@ -41,11 +42,12 @@ def launches(
     """
     hopper, plain = [], []
     for whole_pass in reversed(schedule.passes(pattern, length, BLOCK)):
-        within = tuple(i for i in whole_pass.branches if is_reached(*pattern.branches[i], length))
+        own = tuple(i for i in whole_pass.branches if i != without)
+        within = tuple(i for i in own if is_reached(*pattern.branches[i], length))
         parts = _divided(pattern, within, length, kv_heads, is_causal)[: LAUNCHES - len(hopper)] if within else []
         hopper += parts
         served = {i for part in parts for i in part.branches}
-        if left := tuple(i for i in whole_pass.branches if i not in served):
+        if left := tuple(i for i in own if i not in served):
             plain.append(schedule.pass_of(pattern, left, length))
     if not plain and len(hopper) > 1 and (one := _in_one_launch(pattern, tuple(hopper), length, kv_heads, is_causal)):
         hopper = [one]

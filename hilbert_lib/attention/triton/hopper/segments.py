@@ -1,21 +1,29 @@
-"""Whole segments of one branch of rate 1 that boxes serve: windows on a line, with a stride as large.
+"""Whole segments of a branch of rate 1 that boxes serve: windows on a line, with a stride as large.
 
     segment_length 4       rows 0 1 2 3 see keys 0 1 2 3, rows 4 5 6 7 see keys 4 5 6 7
     window 4, stride 4     the same
 
 A program of boxes takes one tile after the other, and copies the next one while it computes. A program for sequences
-takes one tile, whose begin and end nothing hides. So boxes take less time where a tile has few keys.
+takes one tile, whose begin and end nothing hides. So boxes take less time where a tile has few keys. Where there is
+another branch, its launch goes on from their results.
 """
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.triton.hopper.launch import columns_of
+from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton.hopper import division
+from hilbert_lib.attention.triton.hopper.launch import HOPPER_FORWARD, columns_of, masked
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 # Columns of a row -> the longest segments that took less time by boxes on an H200, forward and both ways
 # (reports/HISTORY.md).
 LONGEST = {64: 1024, 128: 2048}
+# The same of the keys that a row sees in each of two branches, one of them of rate 1. Three branches were no faster.
+MOST_KEYS_OF_TWO = {64: 512, 128: 1024}
 KEYS = 64  # of a box, which lies in one segment. So what is not finite stays in its segment.
 FEWEST_COLUMNS = 16  # of a head that boxes serve
 MOST_SEQUENCES = 2**16 - 1  # and heads, of a kernel that repeats tiles with a NaN
@@ -51,6 +59,38 @@ def is_made_of_boxes(inputs: Tensors, call: Request) -> bool:
     segment_length = min(call.pattern.segment_lengths[0], rows)
     is_short = 0 < segment_length <= LONGEST.get(columns_of(q), 0)
     return is_short and segment_length % KEYS == 0 and rows % segment_length == 0
+
+
+class Beside(NamedTuple):
+    """A call of two branches: one as windows, and the launch of the other, which goes on from its results."""
+
+    inputs: Tensors
+    call: Request
+    other: schedule.Pass
+
+
+def beside_another(inputs: Tensors, call: Request) -> Beside | None:
+    """A branch of a call as windows and its other branch, or None where kernels for sequences serve both.
+
+    >>> import torch
+    >>> from hilbert_lib import DilatedPattern
+    >>> q = torch.empty(1, 1024, 4, 128, dtype=torch.bfloat16)
+    >>> beside = beside_another(Tensors(q, q, q), Request(DilatedPattern((256, 1024), (1, 4))))
+    >>> beside.call.neighbourhoods[0].axes[0].window, beside.other.branches
+    (256, (1,))
+    """
+    pattern, length, columns = call.pattern, inputs.k.shape[1], columns_of(inputs.q)
+    if len(pattern.branches) != 2 or pattern.mixing != "softmax" or 1 not in pattern.dilation_rates:
+        return None
+    number = min((i for i in (0, 1) if pattern.dilation_rates[i] == 1), key=pattern.segment_lengths.__getitem__)
+    if max(min(w, length) // r for w, r in pattern.branches) > MOST_KEYS_OF_TWO.get(columns, 0):
+        return None
+    line = on_a_line(inputs, replace(call, pattern=DilatedPattern((pattern.segment_lengths[number],), (1,))))
+    if line is None:
+        return None
+    ours, plain = division.launches(pattern, length, inputs.k.shape[2], False, without=number)
+    is_cut = plain or any(masked(pattern, ours, length, False, False, HOPPER_FORWARD[columns].block_n))
+    return None if is_cut else Beside(*line, *ours)
 
 
 @lru_cache(maxsize=256)
