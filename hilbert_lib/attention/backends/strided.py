@@ -120,8 +120,9 @@ def _whole(call: Request, q: Tensor, k: Tensor) -> Problem | None:
 
 
 def _is_one_attention(q: Tensor, k: Tensor, call: Request, kernel: Kernel) -> bool:
-    # Whether one call of a dense kernel on a GPU is all there is: nothing is to be merged or summed up.
-    return _is_on_gpu(q, kernel) and _is_one_segment(q, k, call)
+    # Whether one call of a dense kernel is all there is: nothing is to be merged or summed up.
+    is_dense = kernel is not Eager and (q.is_cuda or q.is_cpu) and call.dropout_p == 0.0
+    return is_dense and call.key_padding_mask is None and _is_one_segment(q, k, call)
 
 
 def _is_one_segment(q: Tensor, k: Tensor, call: Request) -> bool:

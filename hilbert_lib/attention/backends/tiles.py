@@ -23,6 +23,7 @@ from hilbert_lib.attention.backends.tile_groups import PAIRS_OF_STEP, AxisBias, 
 from hilbert_lib.attention.grid_parts import as_returned
 from hilbert_lib.attention.request import BIAS, WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
+from hilbert_lib.attention.tape import stepped
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 # Of matrix products: the queries of a tile along each axis, and the scores held at a time.
@@ -56,6 +57,8 @@ def forward(inputs: Tensors, request: Request, kernel: Kernel) -> tuple[Tensor, 
     """Output like q, and lse (batch, heads, seq)."""
     batch, seq, heads, _ = inputs.q.shape
     dtype = WORKING_DTYPE[inputs.q.dtype]
+    if (added := _only_added(inputs, request, kernel)) is not None:
+        return stepped(partial(_forward_of_tile, kernel, request.scale), *inputs[:3], added)
     if (step := _only_step(inputs, request, kernel)) is not None:
         out, lse = kernel.forward(step.q, step.k, step.v, step.problem)
         return step.by_row(out).to(inputs.q.dtype).contiguous(), lse.reshape(batch, heads, seq)
@@ -237,6 +240,28 @@ def _only_step(inputs: Tensors, request: Request, kernel: Kernel) -> _Step | Non
     if len(tile_groups) > 1 or not tile_groups[0].is_whole:
         return None
     return _step(tile_groups[0].kept or tile_groups[0].tiles(0, 1), inputs, request)
+
+
+def _only_added(inputs: Tensors, request: Request, kernel: Kernel) -> Tensor | None:
+    # What is added to all scores of a call, a table that calls share: None unless a dense kernel takes q, k and v as
+    # they are, and nothing else.
+    q, k, _, extra_k, _, bias = inputs
+    has_masks = request.key_padding_mask is not None or extra_k.shape[1] > 0
+    is_plain = request.part is None and request.slots is None and request.ordering is None and not has_masks
+    if kernel is Eager or not is_plain or bias is not None or q.shape[2] != k.shape[2]:
+        return None
+    if q.dtype != WORKING_DTYPE[q.dtype] or len(request.heads_by_window) > 1:
+        return None
+    (group, *others), _ = _groups(inputs, next(iter(request.heads_by_window)), request, kernel)
+    return group.kept.added if group.is_whole and group.kept is not None and not others else None
+
+
+def _forward_of_tile(
+    kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, added: Tensor
+) -> tuple[Tensor, Tensor]:
+    problem = Problem(scale, False, added=added[:, None])
+    out, lse = kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), problem)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 def _groups(inputs: Tensors, near: Neighbourhood, request: Request, kernel: Kernel) -> tuple[list[Group], int]:
