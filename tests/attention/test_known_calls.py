@@ -49,6 +49,8 @@ CALLS = {
     "grid along a curve": (NEAR, lambda seed: {"ordering": HILBERT, "key_padding_mask": mask(seed)}),
     "extra keys": (NEAR, lambda seed: dict(zip(("extra_k", "extra_v"), drawn(seed + 9)[1:], strict=True))),
     "union": (Union((NEAR, Neighbourhood((6, 6), 3, dilation=2))), lambda seed: {}),
+    "one segment": (DilatedPattern((LENGTH,), (1,)), lambda seed: {}),
+    "one causal segment": (DilatedPattern((LENGTH,), (1,)), lambda seed: {"is_causal": True}),
 }
 
 
@@ -321,3 +323,26 @@ def test_as_many_forms_of_one_key_are_known_as_a_search_among_them_allows():
         dilated_attention(torch.zeros(1, LENGTH, 2 * n, 8)[:, :, ::n], *x[1:], PATTERN)
         (alike,) = known_calls._calls.values()
         assert 1 <= len(alike) <= known_calls.MOST_ALIKE
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_repeated"),
+    [
+        (DilatedPattern((LENGTH,), (1,)), True),
+        (NEAR, True),
+        (Neighbourhood((LENGTH,), 9), True),
+        (PATTERN, False),  # several calls of a dense kernel, and their merge
+    ],
+    ids=["one segment", "a plane", "a line", "two branches"],
+)
+def test_a_short_call_on_a_cpu_repeats_the_dense_kernel_alone(pattern, is_repeated, monkeypatch):
+    ran = []
+    forward = known_calls.run_forward
+    monkeypatch.setattr(known_calls, "run_forward", lambda *given: ran.append(given) or forward(*given))
+    for seed in range(4):
+        tensors = [x.detach() for x in drawn(seed)]
+        ran.clear()
+        found = attend(*tensors, pattern=pattern, return_lse=True)
+        torch.testing.assert_close(found, attend(*tensors, pattern=pattern, return_lse=True, backend="reference"))
+    own = [request for _, request, served in ran if served.name != "reference"]
+    assert bool(own) != is_repeated
