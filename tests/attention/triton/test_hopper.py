@@ -30,6 +30,12 @@ CASES = {
     "more branches than descriptors": (([256 << n for n in range(7)], (1, 1, 1, 1, 2, 2, 2)), 2100, 2, 1, 64, True),
     "coarse rates in passes of their own": (((512, 2048, 4096), (1, 16, 64)), 4096, 4, 2, 64, False),
     "coarse rates, causal": (((512, 1024, 4099), (2, 6, 64)), 4099, 4, 4, 128, True),
+    # By the kernels for grids.
+    "short segments": (((192,), (1,)), 1920, 4, 2, 64, False),
+    "short segments, whole boxes": (((256,), (1,)), 2048, 2, 2, 128, False),
+    "one segment": (((4096,), (1,)), 1024, 4, 1, 80, False),
+    "short segments beside coarser ones": (((256, 1024), (1, 4)), 2048, 4, 2, 128, False),
+    "segments of two lengths": (((512, 128), (1, 1)), 1536, 4, 4, 64, False),
 }
 
 
@@ -44,8 +50,8 @@ def served(monkeypatch):
 
     launches = division.launches
 
-    def each_alone(pattern, length, *more):
-        ours, theirs = launches(pattern, length, *more)
+    def each_alone(pattern, length, *more, **options):
+        ours, theirs = launches(pattern, length, *more, **options)
         return tuple(schedule.pass_of(pattern, (i,), length) for one in ours for i in one.branches), theirs
 
     def run(tensors, pattern, *, plain=False, divided=False, **options):
