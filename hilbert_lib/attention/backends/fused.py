@@ -142,7 +142,7 @@ def _hopper_workspace(
         return _workspace(given, call, direction, device, returned)
     batch, rows, heads, _ = q.shape
     workspace = {"delta": 4 * batch * rows * heads}
-    if segments.is_made_of_boxes(Tensors(*given[1]), call):
+    if segments.on_a_line(Tensors(*given[1]), call) or segments.beside_another(Tensors(*given[1]), call):
         return workspace
     if q.shape[-1] <= NARROW and not torch.are_deterministic_algorithms_enabled():
         workspace["sums of dq, float32"] = 4 * q.numel()

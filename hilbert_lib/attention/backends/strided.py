@@ -28,7 +28,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
     q, k, v, *_ = inputs
-    if _is_one_attention(q, k, call, kernel):
+    if _is_one_attention(q, k, call):
         return stepped(partial(_forward_of_all, kernel, Problem(call.scale, call.is_causal)), q, k, v)
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
@@ -39,9 +39,6 @@ def forward(inputs: Tensors, call: Request, kernel: Kernel) -> tuple[Tensor, Ten
             parts.append(step.query_part(out.to(q.dtype), lse))
         return merge_parts(parts, q)
     dtype = WORKING_DTYPE[q.dtype]
-    if whole := _whole(call, q, k):
-        out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), whole)
-        return out.transpose(1, 2).to(q.dtype).contiguous(), lse
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
     for step in steps(call, [q, out, lse], [k, v]):
@@ -59,7 +56,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
     q, k, v, *_ = inputs
-    if dlse is None and _is_one_attention(q, k, call, kernel):
+    if dlse is None and _is_one_attention(q, k, call):
         run = partial(_backward_of_all, kernel, Problem(call.scale, call.is_causal))
         return stepped(run, dout, q, k, v, out, lse)
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
@@ -108,26 +105,11 @@ def _gradients(kernel: Kernel, step: "Step", with_dlse: bool) -> tuple[Tensor, T
     return gradients(kernel, dout, q, *step.keys[:2], out, lse[..., 0], dlse, step.problem)
 
 
-def _whole(call: Request, q: Tensor, k: Tensor) -> Problem | None:
-    # The one dense attention over all rows in order that a call is, if it is: without views and sums.
-    if call.dropout_p > 0.0 or call.key_padding_mask is not None or q.shape[1:3] != k.shape[1:3]:
-        return None
-    blocks = _blocks(call.pattern, call.query_start or 0, q.shape[1], k.shape[1], k.shape[2], False)
-    # Heads of a group whose branch has none of these rows are in no block.
-    is_whole = len(blocks) == 1 and blocks[0].rate == 1 and blocks[0].segments == 1
-    is_whole = is_whole and len(range(k.shape[2])[blocks[0].kv_heads]) == k.shape[2]
-    return Problem(call.scale, call.is_causal) if is_whole else None
-
-
-def _is_one_attention(q: Tensor, k: Tensor, call: Request, kernel: Kernel) -> bool:
-    # Whether one call of a dense kernel is all there is: nothing is to be merged or summed up.
-    is_dense = kernel is not Eager and (q.is_cuda or q.is_cpu) and call.dropout_p == 0.0
-    return is_dense and call.key_padding_mask is None and _is_one_segment(q, k, call)
-
-
-def _is_one_segment(q: Tensor, k: Tensor, call: Request) -> bool:
-    # Of all rows, with a head of k for each of q.
-    if q.shape[2] != k.shape[2] or len(call.pattern.branches) > 1 or call.query_start is not None:
+def _is_one_attention(q: Tensor, k: Tensor, call: Request) -> bool:
+    # Whether one call of a dense kernel is all there is, of all rows, with a head of k for each of q: nothing is to be
+    # merged or summed up.
+    has_options = call.dropout_p > 0.0 or call.key_padding_mask is not None or call.query_start is not None
+    if has_options or q.shape[2] != k.shape[2] or len(call.pattern.branches) > 1:
         return False
     ((segment_length, rate),) = call.pattern.branches
     return rate == 1 and segment_length >= max(q.shape[1], k.shape[1])
@@ -409,7 +391,7 @@ def _workspace(
     if device.type != "cuda":
         return None
     q, k, *_ = arguments[0] if direction == "forward" else arguments[1]
-    if _is_one_segment(q, k, call):
+    if _is_one_attention(q, k, call):
         dense, _, per_row = (0, 0, 0) if direction == "forward" else sizes[q.element_size()]
         return {"temporary": dense * q.numel() + per_row * q.numel() // q.shape[3]}
     if direction == "forward":
