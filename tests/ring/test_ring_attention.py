@@ -686,8 +686,9 @@ def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention(what):
 
 @pytest.mark.parametrize(("ranks", "name", "asked"), ALLOCATED)
 def test_memory_allocated_is_the_plans(ranks, name, asked):
-    # One buffer more of the dense ring is 3 % to 6 %; on a grid what was sent is freed a little late.
-    least, most = (0.92, 1.025) if name == "ring_costs:peak_memory" else (0.93, 1.15)
+    # One buffer more of the dense ring is 3 % to 6 %; on a grid what was sent is freed a little late. A dense segment
+    # of a rank needs no sums of gradients on a CPU, up to 12.4 % of a plan.
+    least, most = (0.87, 1.025) if name == "ring_costs:peak_memory" else (0.93, 1.15)
     for rank in answers(ranks, name, asked):
         for allocated, planned in rank:
             assert least * planned <= allocated <= most * planned

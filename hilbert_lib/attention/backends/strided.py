@@ -109,7 +109,7 @@ def _is_one_attention(q: Tensor, k: Tensor, call: Request) -> bool:
     # Whether one call of a dense kernel is all there is, of all rows, with a head of k for each of q: nothing is to be
     # merged or summed up.
     has_options = call.dropout_p > 0.0 or call.key_padding_mask is not None or call.query_start is not None
-    if has_options or q.shape[2] != k.shape[2] or len(call.pattern.branches) > 1:
+    if has_options or q.shape[2] != k.shape[2] or len(call.pattern.segment_lengths) > 1:
         return False
     ((segment_length, rate),) = call.pattern.branches
     return rate == 1 and segment_length >= max(q.shape[1], k.shape[1])

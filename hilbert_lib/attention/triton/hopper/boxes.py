@@ -213,7 +213,7 @@ def is_there(ranks, stop):
 @gluon.jit
 def cell_of(ranks, residue, d, n):
     """The position of a cell, row by row."""
-    row = ((ranks[0] * d[0] + residue[0]) * n[1] + ranks[1] * d[1] + residue[1]) * n[2]  # [rows]
+    row = ((ranks[0] * d[0] + residue[0]) * n[1] + ranks[1] * d[1] + residue[1]) * n[2]  # [GROUP_ROWS]
     return row + ranks[2] * d[2] + residue[2]
 
 

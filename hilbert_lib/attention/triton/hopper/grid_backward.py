@@ -183,7 +183,7 @@ def _copy(
                 step = boxes.following(step, reaches, RULES)
                 rank0, rank1, rank2 = boxes.within(box.corner, a_first)
                 if PADDING or EXTRA_PADDING:
-                    is_kept = masks.kept_cells(paddings, place, box.corner, axes, RULES, PADDING)  # [KEYS]
+                    is_kept = masks.kept_cells(paddings, place, box.corner, axes, RULES, PADDING)  # [GROUP_ROWS]
                 _fetch(a, b, [rank0, rank1, rank2, a_at, 0], [rank0, rank1, rank2, b_at, 0], shared, block, OF_KEYS)
                 if OF_KEYS:
                     _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
@@ -194,7 +194,7 @@ def _copy(
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
                 if PADDING or EXTRA_PADDING:
-                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [GROUP_ROWS]
                 _fetch(extra_a, extra_b, [0, 0, j, a_at, 0], [0, 0, j, b_at, 0], shared, block, OF_KEYS)
                 if PADDING or EXTRA_PADDING:
                     masks.tell(key_masks.ceilings, shared.full, block, is_kept)

@@ -146,7 +146,7 @@ def _copy(
             rank0, rank1, rank2 = corner
             step = boxes.following(step, reaches, RULES)
             if PADDING or EXTRA_PADDING:
-                is_kept = masks.kept_cells(paddings, place, corner, axes, RULES, PADDING)  # [KEYS]
+                is_kept = masks.kept_cells(paddings, place, corner, axes, RULES, PADDING)  # [GROUP_ROWS]
             _fetch(k, v, [rank0, rank1, rank2, k_at, 0], [rank0, rank1, rank2, v_at, 0], ring, block)
             if PADDING or EXTRA_PADDING:
                 masks.tell(key_masks.ceilings, ring.k_full, block, is_kept)
@@ -155,7 +155,7 @@ def _copy(
             k_at, v_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
                 if PADDING or EXTRA_PADDING:
-                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [GROUP_ROWS]
                 _fetch(extra_k, extra_v, [0, 0, j, k_at, 0], [0, 0, j, v_at, 0], ring, block)
                 if PADDING or EXTRA_PADDING:
                     masks.tell(key_masks.ceilings, ring.k_full, block, is_kept)

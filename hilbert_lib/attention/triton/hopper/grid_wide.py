@@ -139,7 +139,7 @@ def _copy(
             corner = boxes.box_of(step, reaches, axes, RULES).corner
             step = boxes.following(step, reaches, RULES)
             if PADDING or EXTRA_PADDING:
-                is_kept = masks.kept_cells(paddings, place, corner, axes, RULES, PADDING)  # [KEYS]
+                is_kept = masks.kept_cells(paddings, place, corner, axes, RULES, PADDING)  # [GROUP_ROWS]
             _fetch_k(k[0], k[1], corner, k_at, shared, block)
             if PADDING or EXTRA_PADDING:
                 masks.tell(key_masks.ceilings, shared.k_full, block, is_kept)
@@ -149,7 +149,7 @@ def _copy(
             k_at, v_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
                 if PADDING or EXTRA_PADDING:
-                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [GROUP_ROWS]
                 _fetch_k(extra_k[0], extra_k[1], (0, 0, j), k_at, shared, block)
                 if PADDING or EXTRA_PADDING:
                     masks.tell(key_masks.ceilings, shared.k_full, block, is_kept)

@@ -180,7 +180,7 @@ def _copy(
                 step = boxes.following(step, reaches, RULES)
                 corner = boxes.within(box.corner, a_first)
                 if PADDING or EXTRA_PADDING:
-                    is_kept = masks.kept_cells(paddings, place, box.corner, axes, RULES, PADDING)  # [KEYS]
+                    is_kept = masks.kept_cells(paddings, place, box.corner, axes, RULES, PADDING)  # [GROUP_ROWS]
                 wide.fetch(a[0], a[1], corner, a_at, shared.a, shared.a_full, shared.a_free, block)
                 if PADDING or EXTRA_PADDING:
                     masks.tell(key_masks.ceilings, shared.a_full, block, is_kept)
@@ -192,7 +192,7 @@ def _copy(
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
                 if PADDING or EXTRA_PADDING:
-                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [KEYS]
+                    is_kept = masks.kept_extra(paddings, place.b, j, extra, EXTRA_PADDING)  # [GROUP_ROWS]
                 wide.fetch(extra_a[0], extra_a[1], (0, 0, j), a_at, shared.a, shared.a_full, shared.a_free, block)
                 if PADDING or EXTRA_PADDING:
                     masks.tell(key_masks.ceilings, shared.a_full, block, is_kept)

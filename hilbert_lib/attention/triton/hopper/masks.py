@@ -36,7 +36,7 @@ class Sight(NamedTuple):
 
 
 class KeyMasks(NamedTuple):
-    """What decides which keys a query sees."""
+    """The windows and the padding of a launch, which decide which keys a query sees."""
 
     windows: gl.tensor  # (kv_heads, 3)
     ceilings: steps.Ceilings  # of the boxes in a ring, where a launch has padding
@@ -128,7 +128,7 @@ def _overlaps(sight, rank, left, SIDE: gl.constexpr):
 
 @gluon.jit
 def told_of(key_masks, block, PADDING: gl.constexpr):
-    """What the copying warp told of the padding in a box, for `with_weight`: read while the scores are computed."""
+    """The copying warp's word on the padding in a box, for `with_weight`: read while the scores are computed."""
     told = ()
     if PADDING:
         told = steps.told_of(key_masks.ceilings, block, tiles.GROUP_ROWS)
@@ -304,32 +304,32 @@ def hidden(scores, seers, box, axes, RULES: gl.constexpr):
 @gluon.jit
 def _of_extra(scores, first, extra):
     """Scores of extra keys from `first` on, -inf past the last key."""
-    column = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [columns]
+    column = first + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
     return gl.where((column < extra)[None, :], scores, float("-inf"))
 
 
 @gluon.jit
 def kept_cells(padding, place, corner, axes, RULES: gl.constexpr, PADDING: gl.constexpr):
     """Whether each cell of a box of keys has weight, for `tell`. Cells outside of the grid do no harm."""
-    number = _numbers()  # [KEYS]
-    is_kept = number >= 0  # [KEYS]
+    number = _numbers()  # [GROUP_ROWS]
+    is_kept = number >= 0  # [GROUP_ROWS]
     if PADDING:
         ranks = boxes.key_ranks_of(number, corner, RULES)
         cells = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-        padding_ptrs = padding.cells + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [KEYS]
-        is_kept = gl.load(padding_ptrs, mask=boxes.is_there(ranks, axes.m), other=0) == 0  # [KEYS]
+        padding_ptrs = padding.cells + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)  # [GROUP_ROWS]
+        is_kept = gl.load(padding_ptrs, mask=boxes.is_there(ranks, axes.m), other=0) == 0  # [GROUP_ROWS]
     return is_kept
 
 
 @gluon.jit
 def kept_extra(padding, b, first, extra, EXTRA_PADDING: gl.constexpr):
     """Whether each extra key from `first` on has weight, for `tell`."""
-    number = _numbers()  # [KEYS]
-    is_kept = number >= 0  # [KEYS]
+    number = _numbers()  # [GROUP_ROWS]
+    is_kept = number >= 0  # [GROUP_ROWS]
     if EXTRA_PADDING:
-        column = first + number  # [KEYS]
-        padding_ptrs = padding.extra + b.to(gl.int64) * extra + column  # [KEYS]
-        is_kept = gl.load(padding_ptrs, mask=column < extra, other=0) == 0  # [KEYS]
+        column = first + number  # [GROUP_ROWS]
+        padding_ptrs = padding.extra + b.to(gl.int64) * extra + column  # [GROUP_ROWS]
+        is_kept = gl.load(padding_ptrs, mask=column < extra, other=0) == 0  # [GROUP_ROWS]
     return is_kept
 
 

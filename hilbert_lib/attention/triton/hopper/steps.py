@@ -112,7 +112,7 @@ def tell(stages, block, number):
 def tell_ceilings(ceilings, block, is_kept, kept_count):
     """Write which keys of a block are kept, and how many, for its stage."""
     STAGES: gl.constexpr = ceilings.rows.shape[0]
-    row = gl.where(is_kept, float("inf"), float("-inf"))  # [KEYS]
+    row = gl.where(is_kept, float("inf"), float("-inf"))  # [rows]
     ceilings.rows.index(block % STAGES).store(row.to(ceilings.rows.dtype))
     tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
 
@@ -127,7 +127,7 @@ def told_of(ceilings, block, COLUMNS: gl.constexpr):
 @gluon.jit
 def without_told(scores, told):
     """Scores of a block of keys, -inf for masked ones, whatever these hold."""
-    state, row = told
+    state, row = told  # scalar, [GROUP_ROWS]
     if state == SOME_MASKED:
         scores = gl.minimum(scores, row.to(gl.float32)[None, :])  # [GROUP_ROWS, columns]
     return scores
@@ -139,7 +139,7 @@ def without_masked(scores, ceilings, block, FIRST: gl.constexpr):
     STAGES: gl.constexpr = ceilings.rows.shape[0]
     if state_of(ceilings, block) == SOME_MASKED:
         row = ceilings.rows.index(block % STAGES).slice(FIRST, scores.shape[1], 0)  # [columns]
-        row = row.load(gl.SliceLayout(0, scores.type.layout)).to(gl.float32)  # [columns]
+        row = row.load(gl.SliceLayout(0, scores.type.layout)).to(gl.float32)  # [rows]
         scores = gl.minimum(scores, row[None, :])  # [GROUP_ROWS, columns]
     return scores
 
