@@ -42,6 +42,7 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
+_FASTER = (SHORT_RECORD, HOST_RECORD, UNION_RECORD, FLASH_RECORD)  # records by which others stand before "hopper"
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
@@ -87,7 +88,7 @@ def rule_for(q: Tensor, call: Request, *, gradient: bool, through_table: bool = 
         if _is_bound_by_host(q, k):
             rule = _that_serves(first_of(rule, "triton", SHORT_RECORD), call)
         elif _has_few_tiles(q, gradient=gradient):
-            rule = _that_serves(first_of(rule, "flash", FLASH_RECORD), call)
+            rule = _flash_first(rule, call, q.device)
     return _of_tables(rule) if through_table else rule
 
 
@@ -136,6 +137,12 @@ def _is_short_sequence(q: Tensor, call: Request) -> bool:
 def _is_bound_by_host(q: Tensor, k: Tensor) -> bool:
     # Of extra queries: whether their host takes longer than their device.
     return _has_host(q) and is_short(q, k)
+
+
+def _flash_first(rule: Rule, call: Request, device: torch.device) -> Rule:
+    if "flash" not in rule.order:
+        return rule
+    return _that_serves(on_architecture(first_of(rule, "flash", FLASH_RECORD), _architecture(device)), call)
 
 
 def _has_few_tiles(q: Tensor, *, gradient: bool) -> bool:
@@ -268,7 +275,7 @@ def explain(
         reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    is_faster = rule.record in (SHORT_RECORD, HOST_RECORD, UNION_RECORD, FLASH_RECORD) and chosen == rule.order[0]
+    is_faster = rule.record.startswith(_FASTER) and chosen == rule.order[0]
     off_fast_path = "" if is_faster and name == "auto" else _off_fast_path(chosen, q, k, call, reasons)
     return Explanation(chosen, reasons, rule.record, off_fast_path)
 

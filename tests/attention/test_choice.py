@@ -456,6 +456,11 @@ def test_few_extra_queries_over_many_keys_go_to_a_kernel_that_splits_the_keys(mo
         assert [first(rows, True) for rows in (77, 256, 257)] == [flash, flash, other]
         assert [first(rows, False) for rows in (257, 768, 769)] == [flash, flash, other]
         assert first(1, False, heads=49) == other
+        record = choice.rule_for(
+            SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16, shape=(1, 77, 8, 64)),
+            Request(AllPairs()), gradient=True, k=k,
+        ).record  # fmt: skip
+        assert ("not measured" in record) == (architecture != "Hopper")
         assert first(77, True, dtype=torch.float32) == "sdpa"
 
 

@@ -257,7 +257,7 @@ def test_the_cases_of_heads_above_128_take_every_way(monkeypatch, sources):
 SEGMENTS = {
     "boxes of 128 keys": (128, 384, 2, 1, 128, 1),
     "boxes of 64 keys": (64, 192, 2, 2, 64, 2),
-    "tiles over two segments": (192, 384, 4, 2, 80, 1),
+    "boxes of 64 keys, heads of 80": (256, 512, 4, 2, 80, 2),
     "one segment": (4096, 256, 2, 1, 40, 1),
 }
 
@@ -269,7 +269,7 @@ def test_short_segments_run_as_windows_and_equal_the_oracle(sources, name):
     case = Case(pattern, length, heads, kv_heads, head_dim, False, 0.2, batch, "bhsd", dtype)
     assert fault_of(sources, case, is_deterministic=True) is None
     modules = [each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.hopper.") for each in sources.starts]
-    forward = "grid_whole" if name == "boxes of 128 keys" else "grid_forward"
+    forward = "grid_whole" if segment_length % 128 == 0 and head_dim > 64 else "grid_forward"
     assert forward in modules
     assert modules.count("grid_backward") == 2
     assert not {"forward", "backward"} & {*modules}
@@ -282,6 +282,30 @@ def test_short_segments_run_as_windows_and_equal_the_oracle(sources, name):
     grads = sources.launch.backward_on_hopper(dout, Tensors(*inputs), out, lse, request_of(case), dlse.float())
     found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     assert emulator.wrong(found, right, NORM_TOLERANCE[dtype]) is None
+
+
+@pytest.mark.parametrize("segment_length", [64, 128, 256])
+def test_what_is_not_finite_stays_in_its_short_segment(sources, segment_length):
+    length, row = 640 if segment_length < 256 else 768, 300
+    *tensors, dout = tokens(length, 1, 1, 64, batch=1, dtype=torch.bfloat16)
+    call = Request(DilatedPattern((segment_length,), (1,)), scale=0.125)
+    there = slice(row // segment_length * segment_length, (row // segment_length + 1) * segment_length)
+    for spoilt in range(4):
+        q, k, v, slope = (x.clone() for x in (*tensors, dout))
+        (q, k, v, slope)[spoilt][0, row] = torch.nan
+        out, lse = sources.launch.forward_on_hopper(Tensors(q, k, v), call)
+        for x in (out, *sources.launch.backward_on_hopper(slope, Tensors(q, k, v), out, lse, call)):
+            x[0, there] = 0.0
+            assert x.isfinite().all()
+
+
+def test_keys_expanded_over_heads_run_as_windows(sources):
+    q, k, v = tokens(256, 3, 3, 64, batch=2, dtype=torch.bfloat16)[:3]
+    k = k[:, :, :1].expand(k.shape)
+    for pattern in (DilatedPattern((64,), (1,)), DilatedPattern((64, 256), (1, 2))):
+        out, _ = sources.launch.forward_on_hopper(Tensors(q, k, v), Request(pattern, scale=0.125))
+        right = oracle.attention(*(x.double() for x in (q, k, v)), pattern=pattern, scale=0.125)[0]
+        assert emulator.wrong({"out": out}, [right], NORM_TOLERANCE[torch.bfloat16]) is None
 
 
 # Segment lengths, rates, length, heads, kv_heads, head_dim, offsets.
@@ -341,6 +365,8 @@ def test_what_boxes_do_not_serve_faster_runs_by_the_kernels_for_sequences():
     assert not are_windows(head_dim=8)
     assert not are_windows(32)  # a box would hold keys of two segments
     assert not are_windows(96, 960)
+    assert not are_windows(192, 960)  # a tile would hold rows of two
+    assert are_windows(384, 1152)
     assert not are_windows(length=1025)  # the last segment is cut
     assert not are_windows(rates=(2,))
     assert not are_windows(rates=(1, 2))

@@ -31,7 +31,7 @@ CASES = {
     "coarse rates in passes of their own": (((512, 2048, 4096), (1, 16, 64)), 4096, 4, 2, 64, False),
     "coarse rates, causal": (((512, 1024, 4099), (2, 6, 64)), 4099, 4, 4, 128, True),
     # By the kernels for grids.
-    "short segments": (((192,), (1,)), 1920, 4, 2, 64, False),
+    "short segments": (((64,), (1,)), 1920, 4, 2, 64, False),
     "short segments, whole boxes": (((256,), (1,)), 2048, 2, 2, 128, False),
     "one segment": (((4096,), (1,)), 1024, 4, 1, 80, False),
     "short segments beside coarser ones": (((256, 1024), (1, 4)), 2048, 4, 2, 128, False),

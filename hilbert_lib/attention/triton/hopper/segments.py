@@ -24,7 +24,9 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 LONGEST = {64: 1024, 128: 2048}
 # The same of the keys that a row sees in each of two branches, one of them of rate 1. Three branches were no faster.
 MOST_KEYS_OF_TWO = {64: 512, 128: 1024}
-KEYS = 64  # of a box, which lies in one segment. So what is not finite stays in its segment.
+# Rows of a tile, both of whose groups are in one segment then and see all its boxes. A group that passes over boxes may
+# multiply one by weights of 0: what is not finite would leave its segment. Of segments of a box it passes over too few.
+TILE, BOX = 128, 64
 FEWEST_COLUMNS = 16  # of a head that boxes serve
 MOST_SEQUENCES = 2**16 - 1  # and heads, of a kernel that repeats tiles with a NaN
 
@@ -43,7 +45,7 @@ def on_a_line(inputs: Tensors, call: Request) -> tuple[Tensors, Request] | None:
         return None
     q, k, v, *_ = inputs
     pattern = _windows(k.shape[1], min(call.pattern.segment_lengths[0], k.shape[1]), k.shape[2])
-    nothing = k[:, :0]
+    nothing = k.new_empty(k.shape[0], 0, *k.shape[2:])  # of k's own strides none may be 0
     return Tensors(q, k, v, nothing, nothing), Request(pattern, scale=call.scale, is_part=call.is_part)
 
 
@@ -58,7 +60,8 @@ def is_made_of_boxes(inputs: Tensors, call: Request) -> bool:
         return False
     segment_length = min(call.pattern.segment_lengths[0], rows)
     is_short = 0 < segment_length <= LONGEST.get(columns_of(q), 0)
-    return is_short and segment_length % KEYS == 0 and rows % segment_length == 0
+    fills_tiles = segment_length % TILE == 0 or segment_length == BOX
+    return is_short and fills_tiles and rows % segment_length == 0
 
 
 class Beside(NamedTuple):
