@@ -271,9 +271,10 @@ def neighbourhood_attention(
             same kernels. Where these do not serve the number of extra keys or their mask, "triton" does so on a GPU,
             and matrix products elsewhere. `explain_backend` says which. Nothing is joined to k and v, and they are read
             once: the results over cells and over extra keys are merged by lse. On GPUs "auto" takes dense kernels
-            first, torch's flash where the queries are few. In half precision, outside of `torch.compile`, it takes
-            "triton" for a short call, which computes it in one launch: up to 1,024 cells, no more extra queries than
-            cells, and 2^22 pairs of the two over all heads and sequences.
+            first. In half precision that is torch's flash up to 16 tiles of 128 queries over all heads and sequences,
+            48 without a gradient. Outside of `torch.compile`, in half precision, it takes "triton" for a short call,
+            which computes it in one launch: up to 1,024 cells, no more extra queries than cells, and 2^22 pairs of the
+            two over all heads and sequences.
         extra_k, extra_v: (batch, extra keys, kv_heads, head_dim), keys beside the grid that every query sees: text or
             register tokens. Their number may differ from that of the extra queries.
         key_padding_mask: (batch, seq) bool, True = no weight, also for extra queries.

@@ -39,9 +39,9 @@ ALL_PAIRS_RULES = {
     architecture: Rule(tuple(sorted(rule.order, key=lambda name: _PLACES.get(name, 0))), NOT_MEASURED)
     for architecture, rule in HALF_RULES.items()
 }
-# Of few extra queries torch's flash kernel splits the keys over programs, and cuDNN does not: 77 queries of 8 heads
-# over 65,536 keys take 0.09 and 0.58 ms. cuDNN's backward is faster. Up to so many tiles of 128 queries, over all heads
-# and sequences, flash is first: with a gradient, and without.
+# Of few extra queries torch's flash kernel splits the keys over programs, and cuDNN does not: 77 queries of 8 heads of
+# 64 over 65,536 keys take 0.09 and 0.58 ms forward. From 16 queries on cuDNN's backward is faster. Up to so many tiles
+# of 128 queries, over all heads and sequences, flash is first: with a gradient, and without.
 FLASH_TILES = {True: 16, False: 48}
 FLASH_RECORD = "few extra queries on an H200, reports/HISTORY.md"
 # In a short call (`all_pairs.is_short`) "triton" has one launch for the cells and the extra keys. Two dense kernels

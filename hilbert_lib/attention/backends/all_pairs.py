@@ -9,8 +9,8 @@ No tensor is joined to another. Extra keys are few. Where the backend does not s
 A short call (`is_short`) takes its host longer than its device. "triton" then computes all keys in one launch, by the
 kernels for grids: keys are the cells of a line whose window holds every cell, and queries stand on its first cells.
 
-Few queries have few tiles, which are a kernel's programs for dq. The backward then cuts the keys into runs, which are
-sequences of their own (`_in_runs`). The forward does so in its kernels (`triton.decode`).
+Few queries have few tiles, which are a kernel's programs for dq. By "hopper" and "triton" the backward then cuts the
+keys into runs, which are sequences of their own (`_in_runs`). The forward does so in its kernels (`triton.decode`).
 """
 
 from collections.abc import Callable, Iterator
@@ -239,7 +239,7 @@ def _backward(
 
 
 def runs_of(q: Tensor, k: Tensor) -> int:
-    """The number of runs of keys in which a backward computes dq: 1 where tiles of queries fill a GPU.
+    """The number of runs of keys in which a backward computes dq: 1 where tiles of queries fill a GPU, or keys are few.
 
     >>> runs_of(torch.empty(1, 77, 8, 64), torch.empty(1, 65_536, 8, 64))
     16

@@ -186,9 +186,9 @@ def _parts(q: Tensor, k: Tensor, call: Request) -> int:
 BACKENDS = (
     Backend(
         name="hopper",
-        note="warp-specialised kernels that fuse branches, and those for grids where one branch has short segments; "
-        "plain kernels compute a branch whose rows TMA, the GPU's unit for copies, cannot load, and the backward of a "
-        "call with a query_start",
+        note="warp-specialised kernels that fuse branches, and those for grids, for short segments of one branch or of "
+        "one of two; plain kernels compute a branch whose rows TMA, the GPU's unit for copies, cannot load, the "
+        "forward of few queries, and the backward of a call with a query_start",
         colour="#D55E00",
         functions=_hopper_functions,
         limits=_hopper_limits,

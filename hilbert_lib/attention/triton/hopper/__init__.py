@@ -7,6 +7,7 @@ steps      the forward's work on a block of keys
 forward    the forward's kernel
 backward   the backward's kernel
 queries    the kernel of dq alone
+segments   short segments as windows on a line, by the kernels for grids
 
 wide_keys     the kernel of dk and dv at a head_dim above 128
 wide_queries  the kernel of dq alone at a head_dim of 129 to 192

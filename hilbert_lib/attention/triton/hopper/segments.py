@@ -22,10 +22,11 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 # Columns of a row -> the longest segments that took less time by boxes on an H200, forward and both ways
 # (reports/HISTORY.md).
 LONGEST = {64: 1024, 128: 2048}
-# The same of the keys that a row sees in each of two branches, one of them of rate 1. Three branches were no faster.
+# The most keys that a row may see in each of two branches, of which one has rate 1. Three branches were no faster.
 MOST_KEYS_OF_TWO = {64: 512, 128: 1024}
-# Rows of a tile, both of whose groups are in one segment then and see all its boxes. A group that passes over boxes may
-# multiply one by weights of 0: what is not finite would leave its segment. Of segments of a box it passes over too few.
+# Rows of a tile and of a box. Segments of whole tiles hold both groups of a tile, which see all its boxes. Elsewhere a
+# group passes over boxes, and may multiply one by weights of 0: a NaN would leave its segment. Where a segment is one
+# box, a group passes over too few for that.
 TILE, BOX = 128, 64
 FEWEST_COLUMNS = 16  # of a head that boxes serve
 MOST_SEQUENCES = 2**16 - 1  # and heads, of a kernel that repeats tiles with a NaN

@@ -119,7 +119,7 @@ def tell_ceilings(ceilings, block, is_kept, kept_count):
 
 @gluon.jit
 def told_of(ceilings, block, COLUMNS: gl.constexpr):
-    """The state and the ceilings of a block of as many keys, for `without_told`."""
+    """The state and the ceilings of a block of COLUMNS keys, for `without_told`."""
     row = ceilings.rows.index(block % ceilings.rows.shape[0])  # [columns]
     return state_of(ceilings, block), row.load(gl.SliceLayout(0, tiles.product_layout(COLUMNS)))
 
