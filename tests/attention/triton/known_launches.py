@@ -102,6 +102,12 @@ CALLS = {
         attend,
         lambda: {"pattern": DilatedPattern((16, 32, 128), (1, 8, 32)), "backend": "triton"},
     ),
+    # By the kernels for grids, and a launch that goes on from their results.
+    "short segments": (dilated_attention, lambda: {"pattern": DilatedPattern((64,), (1,))}),
+    "short segments beside others": (
+        dilated_attention,
+        lambda: {"pattern": DilatedPattern((64, 256), (1, 2)), **{name: drawn(length=256) for name in "qkv"}},
+    ),
     "grouped heads": (dilated_attention, lambda: {"pattern": PATTERN, "k": drawn(1), "v": drawn(1)}),
     "grid": (neighbourhood_attention, lambda: {"neighbourhood": NEAR}),
     "grid, several windows": (neighbourhood_attention, lambda: {"neighbourhood": (NEAR, Neighbourhood((8, 16), 3))}),

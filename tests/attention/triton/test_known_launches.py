@@ -25,7 +25,7 @@ def told():
 def test_a_third_call_starts_what_the_second_one_did_and_runs_no_function_of_a_backend(told):
     others = ("changes", "backward changes", "forgotten", "others", "in inference mode", "joined")
     calls = {name: each for name, each in told.items() if name not in others and "steps" not in name}
-    assert len(calls) == 25
+    assert len(calls) == 27
     for name, (how, equal, held) in calls.items():
         assert how == [["ran"] * 2] * 2 + [["replayed"] * 2] * 2, name
         assert equal == [True, True], name
