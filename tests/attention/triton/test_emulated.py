@@ -299,7 +299,8 @@ def test_what_is_not_finite_stays_in_its_short_segment(sources, segment_length, 
             assert x.isfinite().all()
 
 
-def test_keys_expanded_over_heads_run_as_windows(sources):
+def test_keys_expanded_over_heads_run_as_windows(sources, monkeypatch):
+    monkeypatch.setattr(sources.launch.segments, "FEWEST_TILES", 0)
     q, k, v = tokens(256, 3, 3, 64, batch=2, dtype=torch.bfloat16)[:3]
     k = k[:, :, :1].expand(k.shape)
     for pattern in (DilatedPattern((64,), (1,)), DilatedPattern((64, 256), (1, 2))):
@@ -317,7 +318,8 @@ TWO_BRANCHES = {
 
 
 @pytest.mark.parametrize("name", TWO_BRANCHES)
-def test_the_other_of_two_branches_goes_on_from_windows(sources, name):
+def test_the_other_of_two_branches_goes_on_from_windows(sources, monkeypatch, name):
+    monkeypatch.setattr(sources.launch.segments, "FEWEST_TILES", 0)
     lengths, rates, length, heads, kv_heads, head_dim, offsets = TWO_BRANCHES[name]
     pattern = DilatedPattern(lengths, rates, offsets)
     case = Case(pattern, length, heads, kv_heads, head_dim, False, 0.2, 1, "bshd", torch.float16)
@@ -328,12 +330,15 @@ def test_the_other_of_two_branches_goes_on_from_windows(sources, name):
 
 
 def test_two_branches_are_divided_where_both_have_few_keys_and_nothing_is_cut():
-    def is_divided(lengths=(256, 1024), rates=(1, 4), length=4096, head_dim=64, mixing="softmax", **options) -> bool:
-        q = torch.empty(1, length, 4, head_dim, device="meta")
+    def is_divided(
+        lengths=(256, 1024), rates=(1, 4), length=4096, head_dim=64, mixing="softmax", batch=8, **options
+    ) -> bool:
+        q = torch.empty(batch, length, 4, head_dim, device="meta")
         call = Request(DilatedPattern(lengths, rates, mixing=mixing), **options)
         return segments.beside_another(Tensors(q, q, q), call) is not None
 
     assert is_divided()
+    assert not is_divided(batch=7)  # 896 tiles
     assert is_divided((1024, 256), (4, 1))
     assert is_divided((512, 2048), (1, 4))
     assert not is_divided((1024, 4096), (1, 4))  # 1,024 keys of 64 columns

@@ -24,6 +24,9 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 LONGEST = {64: 1024, 128: 2048}
 # The most keys that a row may see in each of two branches, of which one has rate 1. Three branches were no faster.
 MOST_KEYS_OF_TWO = {64: 512, 128: 1024}
+# Tiles of rows from which two branches are divided, which is one launch or two more forward, and three more backward.
+# With few tiles the host would pay for them. The number is reckoned: only 8,192 tiles were timed.
+FEWEST_TILES = 1024
 # Rows of a tile and of a box. Segments of whole tiles hold both groups of a tile, which see all its boxes. Elsewhere a
 # group passes over boxes, and may multiply one by weights of 0: a NaN would leave its segment. Where a segment is one
 # box, a group passes over too few for that.
@@ -78,13 +81,15 @@ def beside_another(inputs: Tensors, call: Request) -> Beside | None:
 
     >>> import torch
     >>> from hilbert_lib import DilatedPattern
-    >>> q = torch.empty(1, 1024, 4, 128, dtype=torch.bfloat16)
+    >>> q = torch.empty(64, 1024, 4, 128, dtype=torch.bfloat16, device="meta")
     >>> beside = beside_another(Tensors(q, q, q), Request(DilatedPattern((256, 1024), (1, 4))))
     >>> beside.call.neighbourhoods[0].axes[0].window, beside.other.branches
     (256, (1,))
     """
     pattern, length, columns = call.pattern, inputs.k.shape[1], columns_of(inputs.q)
     if len(pattern.branches) != 2 or pattern.mixing != "softmax" or 1 not in pattern.dilation_rates:
+        return None
+    if inputs.q.shape[0] * inputs.q.shape[2] * length < FEWEST_TILES * TILE:
         return None
     number = min((i for i in (0, 1) if pattern.dilation_rates[i] == 1), key=pattern.segment_lengths.__getitem__)
     if max(min(w, length) // r for w, r in pattern.branches) > MOST_KEYS_OF_TWO.get(columns, 0):
