@@ -38,7 +38,7 @@ from hilbert_lib import (
     two_resolution_attention,
 )
 from hilbert_lib.attention import api
-from hilbert_lib.attention.backends import backend, strided
+from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.backends.dense import Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request
@@ -192,7 +192,7 @@ def test_the_steps_of_many_short_segments_take_no_memory_for_each_segment():
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert steps == 2**21 // backend.MOST_SEQUENCES + 1
+    assert steps == 2**21 // strided.MOST_SEQUENCES + 1
     assert peak < 2**20
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hilbert_lib.attention.backends import reference
-from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, Backend, Backward, Forward
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.backends.parts import merge_patterns
 from hilbert_lib.attention.merge import add_tensors, kernel_serves
 from hilbert_lib.attention.request import WORKING_DTYPE, GridPart, Request, Tensors
+from hilbert_lib.attention.triton.limits import MOST_SEQUENCES, query_tiles
 from hilbert_lib.patterns.all_pairs import AllPairs, one_segment
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
@@ -35,9 +36,8 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 _BY_POSITION = ("hopper", "triton")
 # Of a call on a line: of more keys, or more pairs in all heads and sequences, the device takes longer than the host.
 MOST_ON_A_LINE, MOST_PAIRS = 1024, 2**22
-# Of a backward in runs of keys: rows of a tile of dq, the tiles that fill a GPU, the programs aimed at, and the fewest
-# keys of a run.
-TILE_ROWS, FILLING_TILES, PROGRAMS, LEAST_KEYS = 64, 128, 256, 4096
+# Of a backward in runs of keys: the tiles of dq that fill a GPU, the programs aimed at, and the fewest keys of a run.
+FILLING_TILES, PROGRAMS, LEAST_KEYS = 128, 256, 4096
 
 
 class _Part(NamedTuple):
@@ -245,7 +245,7 @@ def runs_of(q: Tensor, k: Tensor) -> int:
     16
     """
     batch, queries, heads, _ = q.shape
-    keys, tiles = k.shape[1], max(1, batch * heads * -(-queries // TILE_ROWS))
+    keys, tiles = k.shape[1], max(1, batch * heads * query_tiles(queries))
     most = min(PROGRAMS // tiles, keys // max(LEAST_KEYS, queries))
     if tiles >= FILLING_TILES or most < 2:
         return 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention.aligned import aligned_request, is_alignable
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.triton.limits import MOST_SEQUENCES
 from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -25,7 +26,6 @@ KeyRefusal = Callable[[Tensor, Tensor, Request], str]  # why so many keys and KV
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
-MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along its second dimension
 # The options of a call that every backend answers for, by serving them or by its own refusal. One that is added to
 # `Request` later is refused, unless a backend names it in `options`.
 FIRST_OPTIONS = {"pattern", "is_causal", "scale", "dropout_p", "seed", "key_padding_mask", "query_start", "inverse"}

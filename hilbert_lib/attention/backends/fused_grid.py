@@ -12,11 +12,10 @@ from hilbert_lib.attention.backends.fused import absence, hopper_here, kernel_li
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import BIAS, Request, Tensors
 from hilbert_lib.attention.starts import STARTS, has_starts
-from hilbert_lib.attention.triton.limits import parts_of_extra_keys
+from hilbert_lib.attention.triton.limits import MOST_SEQUENCES, parts_of_extra_keys
 from hilbert_lib.attention.triton.shifts import cells_of, shape_of_sums
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
-PROGRAMS = 65535
 ENTRIES = 2**31 - 1  # of a table of bias that one head has: kernels number them in int32
 
 
@@ -96,8 +95,8 @@ def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
 def _limits(q: Tensor, request: Request) -> str:
     # The most programs along the second and the third axis of a launch.
     for name, count in (("heads", q.shape[2]), ("sequences", q.shape[0])):
-        if count > PROGRAMS:
-            return f"serves up to {PROGRAMS:,} {name}, got {count:,}"
+        if count > MOST_SEQUENCES:
+            return f"serves up to {MOST_SEQUENCES:,} {name}, got {count:,}"
     if request.has_bias and (entries := prod(request.pattern.bias_sides)) > ENTRIES:
         return f"serves a bias of up to {ENTRIES:,} entries a head, got {entries:,}"
     return kernel_limits(q, q.shape[1], request.scale)

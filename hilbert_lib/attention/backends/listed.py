@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, Backend, Backward, Forward
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.backends.fused import absence, kernel_limits
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.grid_parts import as_returned
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.triton import limits
+from hilbert_lib.attention.triton.limits import MOST_SEQUENCES
 from hilbert_lib.patterns.packed_lists import BLOCK, PackedLists, both_ways
 from hilbert_lib.patterns.points import ListedPairs
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from hilbert_lib.attention import grid_lists
 from hilbert_lib.attention.backends import listed
-from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, Backend, Backward, Forward
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.backends.fused import absence, kernel_limits
 from hilbert_lib.attention.grid_lists import Box, Patterns
 from hilbert_lib.attention.grid_parts import has_all_keys
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
+from hilbert_lib.attention.triton.limits import MOST_SEQUENCES
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern

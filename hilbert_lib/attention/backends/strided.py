@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import MOST_SEQUENCES
 from hilbert_lib.attention.backends.kernel import LSE_COLUMNS, Eager, Kernel, Problem, gradients
 from hilbert_lib.attention.dropout import Branch, keep_mask
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, StridedRows, Tensors
 from hilbert_lib.attention.tape import stepped
+from hilbert_lib.attention.triton.limits import MOST_SEQUENCES
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 SHARED_BYTES = 99 * 1024  # shared memory of a block on an RTX 3090, 4090 or 5090; no GPU since Ampere gives less
 POSITIONS = 2**30  # kernels hold positions, and sums of two, in int32
+MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along its second and third dimension
 SMALLEST_SCALE = 2.0**-100  # kernels divide by the scale in float32, whose largest number is 2^128
 TILES = 2**24  # of lists: a word of the last one is found by a number of 32 bits
 EXTRA_PROGRAMS = 512  # of a launch for gradients of extra keys, about: with fewer of these the queries are parted

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton import limits, schedule
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.hopper.launch import HOPPER_FORWARD, columns_of, masked
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -32,7 +32,6 @@ FEWEST_TILES = 1024
 # box, a group passes over too few for that.
 TILE, BOX = 128, 64
 FEWEST_COLUMNS = 16  # of a head that boxes serve
-MOST_SEQUENCES = 2**16 - 1  # and heads, of a kernel that repeats tiles with a NaN
 
 
 def on_a_line(inputs: Tensors, call: Request) -> tuple[Tensors, Request] | None:
@@ -60,7 +59,7 @@ def is_made_of_boxes(inputs: Tensors, call: Request) -> bool:
         return False
     has_options = call.dropout_p > 0.0 or call.key_padding_mask is not None
     batch, rows, heads, head_dim = q.shape
-    if has_options or rows != k.shape[1] or head_dim < FEWEST_COLUMNS or max(batch, heads) > MOST_SEQUENCES:
+    if has_options or rows != k.shape[1] or head_dim < FEWEST_COLUMNS or max(batch, heads) > limits.MOST_SEQUENCES:
         return False
     segment_length = min(call.pattern.segment_lengths[0], rows)
     is_short = 0 < segment_length <= LONGEST.get(columns_of(q), 0)
