@@ -185,7 +185,9 @@ class Body:
     def subscript(self, node: ast.Subscript) -> object:
         whole = self.value(node.value)
         if isinstance(whole, Several):
-            return whole[node.slice.value] if isinstance(node.slice, ast.Constant) else (whole or [()])[0]
+            if isinstance(node.slice, ast.Constant):  # some kernels have a table more
+                return whole[node.slice.value] if node.slice.value < len(whole) else ()
+            return (whole or [()])[0]
         if isinstance(node.slice, ast.Tuple) and whole:
             sides = iter(whole)
             return tuple("1" if isinstance(each, ast.Constant) else next(sides) for each in node.slice.elts)

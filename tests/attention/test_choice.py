@@ -597,7 +597,7 @@ TWO = DilatedPattern((64, 256), (1, 2))
         (Request(DilatedPattern((1024,), (1,))), 1024, 3, torch.bfloat16, "hopper"),  # 6 * 2^20 pairs
         (Request(TWO), 256, 1, torch.float32, "sdpa"),
         (Request(TWO, query_start=100), 1, 1, torch.bfloat16, "hopper"),
-        (Request(TWO, cu_seqlens=torch.tensor([0, 256])), 256, 1, torch.bfloat16, "triton"),  # which reads documents
+        (Request(TWO, cu_seqlens=torch.tensor([0, 256])), 256, 1, torch.bfloat16, "hopper"),  # which reads documents
     ],
 )
 def test_a_short_sequence_goes_to_the_kernels_with_one_launch(monkeypatch, call, rows, batch, dtype, first):
@@ -608,10 +608,9 @@ def test_a_short_sequence_goes_to_the_kernels_with_one_launch(monkeypatch, call,
     monkeypatch.setattr(choice, "_known_rule", lambda *_: known)
     rule = choice.rule_for(q, call, gradient=True)
     assert rule.order[0] == first
-    is_short = first == "triton" and call.cu_seqlens is None
-    assert (rule.record == rules.HOST_RECORD) == is_short
+    assert (rule.record == rules.HOST_RECORD) == (first == "triton")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choice.rule_for(q, call, gradient=True).order[0] == ("hopper" if is_short else first)
+    assert choice.rule_for(q, call, gradient=True).order[0] == ("hopper" if first == "triton" else first)
 
 
 @pytest.mark.parametrize("call", [Request(TWO), Request(SMALL.of_heads(4))], ids=["sequence", "grid"])

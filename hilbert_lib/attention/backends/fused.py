@@ -188,12 +188,14 @@ BACKENDS = (
         name="hopper",
         note="warp-specialised kernels that fuse branches, and those for grids, for short segments of one branch or of "
         "one of two; plain kernels compute a branch whose rows TMA, the GPU's unit for copies, cannot load, the "
-        "forward of few queries, and the backward of a call with a query_start",
+        "forward of few queries, and the backward of a call with a query_start, or of packed documents of wide heads",
         colour="#D55E00",
+        caveat="a NaN reaches gradients of the segments, and of packed documents, beside its own",
         functions=_hopper_functions,
         limits=_hopper_limits,
         of_keys=_hopper_of_keys,
         here=hopper_here,
+        reads_documents=True,
         workspace=_hopper_workspace,
     ),
     Backend(

@@ -90,6 +90,27 @@ def place_of(pid, documents, items, classes, first_row, rows, keys, heads, group
         return pid * 0, h, tile, document, origin, length
 
 
+class Place(NamedTuple):
+    """A tile's sequence, or packed document, among the rows of its tensors."""
+
+    sequence: tl.tensor  # its number, as dropout has it
+    origin: tl.tensor  # row of its position 0
+    keys: tl.tensor
+
+
+@triton.jit
+def placed_tile(pid, tables, first_row, rows, keys, heads, group, grid, PACKED: tl.constexpr):
+    """`place_of`, with the last three as a `Place`; tables are branches, offsets, items, classes and documents."""
+    if PACKED:
+        b, h, tile, sequence, origin, length = place_of(
+            pid, tables[4], tables[2], tables[3], first_row, rows, keys, heads, group, *grid
+        )
+        return b, h, tile, Place(sequence, origin.to(tl.int32), length)
+    else:
+        b, h, tile = tile_of(pid, tables[2], tables[3], first_row, rows, heads, group, *grid)
+        return b, h, tile, Place(b, b, keys)
+
+
 @triton.jit
 def _tile(items, classes, chunk_number, number, first_row, rows, g, chunk, stride, phases, count):
     # Tile `number` of chunk `at`, for a head of k and v.

@@ -39,9 +39,7 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     Raises ValueError for more keys than the kernels can count.
     """
     q, k, v, *_ = inputs
-    _check_positions(k, "triton")
-    if call.cu_seqlens is not None:
-        check_rows(call.cu_seqlens, k.shape[1], call.max_seqlen)
+    _check_keys(k, call, "triton")
     if decode.serves(q, k, call):
         return decode.attend_in_parts(q, k, v, call)
     dtype = q.dtype
@@ -73,21 +71,18 @@ def passes_of(kernel: str, q: Tensor, k: Tensor, call: Request) -> tuple[schedul
         return (schedule.whole_pass(call.pattern, k.shape[1]),)
     config = config_of(kernel, q)
     block = config.block_n if kernel == "dkv" else config.block_m
-    return schedule.passes(call.pattern, _length(call, k), block)
+    return schedule.passes(call.pattern, scheduled_length(call, k.shape[1]), block)
 
 
 def _out_and_lse(dtype: torch.dtype, made: list[Tensor]) -> tuple[Tensor, Tensor]:
     return *as_asked(dtype, made[0]), made[1]
 
 
-def _length(call: Request, k: Tensor) -> int:
-    # The length of the sequence that tables are made for.
-    return k.shape[1] if call.cu_seqlens is None else scheduled_length(call, k.shape[1])
-
-
-def _check_positions(k: Tensor, backend: str) -> None:
+def _check_keys(k: Tensor, call: Request, backend: str) -> None:
     if k.shape[1] > POSITIONS:
         raise ValueError(f"k must have up to {POSITIONS:,} rows with backend={backend!r}, got {k.shape[1]:,}")
+    if call.cu_seqlens is not None:
+        check_rows(call.cu_seqlens, k.shape[1], call.max_seqlen)
 
 
 def _no_lse(q: Tensor) -> Made:
@@ -109,7 +104,7 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     `hopper.launch.refusal_of_keys` refuses these. Short segments are windows of the kernels for grids (`segments`).
     """
     q, k, v, *_ = inputs
-    _check_positions(k, "hopper")
+    _check_keys(k, call, "hopper")
     if hopper.refusal_of_keys(q, k, call) or (q.shape[1] != k.shape[1] and decode.serves(q, k, call)):
         return forward(inputs, call)
     if (line := segments.on_a_line(inputs, call)) is not None:
@@ -117,11 +112,9 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     if (beside := segments.beside_another(inputs, call)) is not None:
         return _forward_beside(beside, inputs, call)
     q, k, v = hopper.as_read(q, k, v)
-    ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
+    ours, theirs = hopper.launches_of(k, call)
     out = result(q, ours[:1], call)
-    block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
-    is_padded = call.key_padding_mask is not None
-    masked = hopper.masked(call.pattern, ours, k.shape[1], call.is_causal, is_padded, block_n)
+    masked = hopper.masked(q, k, call, ours)
     made = out, _lse_beside(out, q), FLAG if any(masked) else None
 
     def starts(out: Tensor, lse: Tensor, flag: Tensor | None) -> list[Start]:
@@ -187,10 +180,11 @@ def backward_on_hopper(
     Where torch asks for determinism, and at a head_dim above 128, another kernel computes dq (`hopper.launch.has_dq`).
     Short segments are windows, as in `forward_on_hopper`: their dq has the same bits every time.
     With a query_start the plain kernels compute all: the others count every row of q from position 0. So they do of
-    branches, and of lengths, as in `forward_on_hopper`.
+    packed documents at a head_dim above 128, and of branches and lengths, as in `forward_on_hopper`.
     """
     q, k, v, *_ = inputs
-    if call.query_start is not None or hopper.refusal_of_keys(q, k, call):
+    is_wide = q.shape[-1] > division.NARROW
+    if call.query_start is not None or hopper.refusal_of_keys(q, k, call) or (call.cu_seqlens is not None and is_wide):
         return backward(dout, inputs, out, lse, call, dlse)
     if (line := segments.on_a_line(inputs, call)) is not None:
         line_inputs, line_call = line
@@ -199,11 +193,11 @@ def backward_on_hopper(
         return _backward_beside(beside, dout, inputs, out, lse, call, dlse)
     q, k, v, dout = hopper.as_read(q, k, v, dout)
     # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
-    whole, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
-    is_wide, is_deterministic = q.shape[-1] > division.NARROW, torch.are_deterministic_algorithms_enabled()
+    whole, theirs = hopper.launches_of(k, call)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     ours = whole
     if call.dropout_p > 0.0:  # four keys that are neighbours in a branch share their random bits
-        ours = division.each_alone(call.pattern, whole, k.shape[1])
+        ours = division.each_alone(call.pattern, whole, scheduled_length(call, k.shape[1]))
     # The plain kernel's passes for dq. None where dq is summed beside dk and dv, or a kernel of dq alone serves.
     of_queries = None
     if (is_wide or is_deterministic) and not hopper.has_dq(q, k, call):

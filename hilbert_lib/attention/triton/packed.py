@@ -32,12 +32,14 @@ class Packed(NamedTuple):
 
 
 def scheduled_length(call: Request, keys: int) -> int:
-    """The length of the sequence that tables of packed documents are made for: a bound that takes few values.
+    """The length of the sequence that tables are made for: that of k or, of packed documents, a bound of few values.
 
     >>> pattern = DilatedPattern((8, 100), (1, 2))
     >>> [scheduled_length(Request(pattern, cu_seqlens=torch.zeros(2), max_seqlen=n), 1000) for n in (5, 33, 65, 101)]
     [8, 64, 100, 128]
     """
+    if call.cu_seqlens is None:
+        return keys
     longest = max(1, min(keys, call.max_seqlen or keys))
     # Few lengths need few tables. A document that fits into one segment stays within it.
     return min(power_of_2(longest), *(w for w in (*call.pattern.segment_lengths, 2 * longest) if w >= longest))

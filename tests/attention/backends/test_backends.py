@@ -123,7 +123,8 @@ OPTIONS = {
 def kernels_before(capability, q, k, call, has_ordering) -> tuple[str, bool]:
     """Which kernels ran by "auto", and whether k and v were copied in sequence order first.
 
-    With a key_padding_mask, with dropout and above a head_dim of 128 the plain ones ran, where these run now.
+    With a key_padding_mask, with dropout, with packed documents and above a head_dim of 128 the plain ones ran, where
+    these run now.
     """
     from hilbert_lib.attention.triton import decode
     from hilbert_lib.attention.triton.hopper import division
@@ -143,7 +144,6 @@ def kernels_before(capability, q, k, call, has_ordering) -> tuple[str, bool]:
         and q.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and is_copied == has_ordering
-        and call.cu_seqlens is None
         and any(division.is_reached(w, r, k.shape[1]) for w, r in call.pattern.branches)
     )
     return "warp-specialised" if on_hopper else "plain", is_copied
@@ -200,7 +200,7 @@ def test_auto_runs_the_kernels_that_it_ran_when_both_had_one_name(monkeypatch, g
             "no dropout of a part of a larger call, got dropout_p=0.1; 'triton' serves it",
         ),
         ({"dropout_p": 0.1, "seed": torch.zeros(1, dtype=torch.int64)}, 16, ""),
-        ({"cu_seqlens": torch.tensor([0, 16])}, 16, "no cu_seqlens: it serves no packed documents; 'triton' serves it"),
+        ({"cu_seqlens": torch.tensor([0, 16])}, 16, ""),
         ({"inverse": torch.arange(16)}, 16, "reads k and v in sequence order alone; 'triton' serves it"),
         ({"pattern": DilatedPattern((64,), (3,))}, 16, "no branch of 16 keys is one; 'triton' serves it"),
         ({"query_start": 15}, 1, "decodes nothing: 1 queries of 16 keys are shared out key by key; 'triton' serves it"),

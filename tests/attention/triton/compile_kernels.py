@@ -344,7 +344,8 @@ def of_parts(tensors: str, rows: int, high: int, branches: int) -> tuple[dict, d
 
 def options_of_keys(padding: bool, dropout: bool) -> dict:
     """Constants of a warp-specialised kernel: the arguments that it has not are None."""
-    left_out = ([] if padding else ["padding"]) + ([] if dropout else ["seed", "drop_below", "branch_ids"])
+    left_out = ["documents"] + ([] if padding else ["padding"])
+    left_out += [] if dropout else ["seed", "drop_below", "branch_ids"]
     return dict.fromkeys(left_out) | {"PADDING": padding, "DROPOUT": dropout}
 
 

@@ -51,6 +51,31 @@ def parsed(text: str) -> list[Mutation]:
 
 
 MUTATIONS = parsed("""\
+hopper.forward, documents 0: keys of a document are read from the first row of all
+-                first_row += place.origin
++                first_row += 0
+hopper.forward, documents 0: lse of a document is written from the first row of all
+-            lse += place.origin
+-        q_tile
++            lse += 0
++        q_tile
+hopper.forward, documents 1: a document drops what the first one drops
+-no_total, seed, drop_below, place.sequence, h)
++no_total, seed, drop_below, b, h)
+hopper.backward, documents 0: queries of a document are read from the first row of all
+-        position += place.origin
++        position += 0
+hopper.backward, documents 0: gradients of v are written from the first row of all
+-        dv += place.origin.to(gl.int64) * kv_heads * HEAD_DIM
++        dv += 0
+hopper.backward, documents 4: a document ends where the last one does
+-                begin, n = range_of(start, w, r, o, tile.lowest, place.keys, CAUSAL)
+-                origin = start + o
++                begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
++                origin = start + o
+hopper.queries, documents 21: dq of a document is written from the first row of all
+-            dq += place.origin.to(gl.int64) * heads * HEAD_DIM
++            dq += 0
 geometry, 19: blocks of keys that need a mask go without one
 -(lowest - start - o + r) // r)
 -    is_one_segment
@@ -90,8 +115,8 @@ hopper.backward, dropout 3: gradients of dropped weights count
 -dweights = dropout.without_dropped(dweights, kept, True)
 +dweights = dweights * 1.0
 hopper.backward, dropout 0: every head of a group drops alike
--b, g * group + member, SCORES)
-+b, g * group, SCORES)
+-place.sequence, g * group + member, SCORES)
++place.sequence, g * group, SCORES)
 hopper.queries, dropout 10: gradients of dropped weights reach dq
 -dweights = dropout.without_dropped(dweights, kept, False)
 +dweights = dweights * 1.0
@@ -216,8 +241,8 @@ hopper.backward, 18: earlier launches' dk is lost
 -dk_acc += gl.load(dk
 +dk_acc + gl.load(dk
 hopper.launch, 28: launches do not see that tiles are cut off
--is_causal or is_padded or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
-+is_causal or is_padded
+-any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
++False
 hopper.forward, 24: row 0 forgets what earlier launches found
 -out_rows + dims, row_mask, lse + lse_rows, query >= 0
 -        )

@@ -11,11 +11,23 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
-from cases import HIDDEN, LAYOUTS, NORM_TOLERANCE, determinism, differentiated, drawn_dlse, hidden_keys, stored
+from cases import (
+    HIDDEN,
+    LAYOUTS,
+    NORM_TOLERANCE,
+    determinism,
+    differentiated,
+    documents_alone,
+    drawn_dlse,
+    ends_of,
+    hidden_keys,
+    stored,
+)
 from cases import drawn as tokens
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import reference
+from hilbert_lib.attention.documents import documents
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton.hopper import division, segments
 
@@ -72,6 +84,8 @@ class Case(NamedTuple):
     query_start: int | None = None
     mask: str = "none"
     dropout_p: float = 0.0
+    documents: tuple[int, ...] | None = None  # lengths of packed documents
+    is_bounded: bool = False  # whether the longest one is told
 
 
 @cache
@@ -113,6 +127,8 @@ def request_of(case: Case) -> Request:
     return Request(
         case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start,
         key_padding_mask=mask_of(case), dropout_p=case.dropout_p, seed=seed,
+        cu_seqlens=None if case.documents is None else ends_of(case.documents),
+        max_seqlen=max(case.documents) if case.is_bounded else None,
     )  # fmt: skip
 
 
@@ -123,14 +139,23 @@ def expected(case: Case) -> tuple:
     sizes = case.length - start, case.heads, case.kv_heads, case.head_dim
     tensors = tokens(*sizes, keys=case.length, batch=case.batch, dtype=case.dtype)
     if case.dropout_p:  # the oracle has no dropout: the reference says which pairs are kept
-        q, k, v, dout = (x.double() for x in tensors)
-        given, call = Tensors(q, k, v), request_of(case)
-        out, lse = reference.forward(given, call)
-        return tensors, (out, lse, *reference.backward(dout, given, out, lse, call)[:3])
-    options = {"is_causal": case.is_causal, "scale": case.scale, "query_start": start}
-    options["key_padding_mask"] = mask_of(case)
+        call = request_of(case)
+        parts = [(slice(None), call)] if case.documents is None else documents(call, tensors[0], case.kv_heads)
+        found = zip(*(_with_dropout([x[:, rows].double() for x in tensors], part) for rows, part in parts), strict=True)
+        return tensors, [torch.cat(each, dim) for each, dim in zip(found, (1, 2, 1, 1, 1), strict=True)]
+    options = {"is_causal": case.is_causal, "scale": case.scale}
+    if case.documents is not None:
+        return tensors, documents_alone(tensors, case.documents, case.pattern, **options)
+    options |= {"query_start": start, "key_padding_mask": mask_of(case)}
     attend = partial(oracle.attention, pattern=case.pattern, **options)
     return tensors, differentiated(attend, [x.double() for x in tensors])
+
+
+def _with_dropout(tensors: list[torch.Tensor], call: Request) -> tuple[torch.Tensor, ...]:
+    q, k, v, dout = tensors
+    given = Tensors(q, k, v)
+    out, lse = reference.forward(given, call)
+    return out, lse, *reference.backward(dout, given, out, lse, call)[:3]
 
 
 def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
@@ -251,6 +276,33 @@ def test_the_cases_of_heads_above_128_take_every_way(monkeypatch, sources):
                 ways |= {(columns, *flags), (columns, each.named["READ_PARTIAL"])}
     both = (False, True)
     assert ways == {*product((64, 128), both, both, both), *product((64, 128), both)}
+
+
+# Lengths of documents: of less than a tile, of whole tiles, of a tile and one row, none, and of several segments.
+DOCUMENTS = ((1, 63, 130, 0, 257, 64), (384, 129, 255), (20, 700, 5), (128, 128, 256, 65), (0, 0, 401))
+PACKED = [(seed, DOCUMENTS[seed % 5], seed % 3 == 0, 0.3 if seed % 4 == 1 else 0.0) for seed in range(22)]
+
+
+def packed(seed: int, lengths: tuple[int, ...], is_bounded: bool, dropout_p: float) -> tuple[Case, bool]:
+    """A case of PACKED, and whether torch asks for determinism."""
+    case = drawn(seed)._replace(length=sum(lengths), batch=1, query_start=None, documents=lengths)
+    return case._replace(is_bounded=is_bounded, dropout_p=dropout_p), seed % 7 in (0, 2)
+
+
+@pytest.mark.parametrize("of_documents", PACKED)
+def test_each_of_several_packed_documents_is_as_the_oracle_has_it_alone(sources, of_documents):
+    assert fault_of(sources, *packed(*of_documents)) is None
+    modules = {each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.") for each in sources.starts}
+    assert {"hopper.forward", "hopper.backward"} <= modules
+
+
+@pytest.mark.parametrize("head_dim", [160, 256])
+def test_the_backward_of_packed_documents_of_wide_heads_is_the_plain_kernels(sources, head_dim):
+    case, is_deterministic = packed(*PACKED[0])
+    assert fault_of(sources, case._replace(head_dim=head_dim), is_deterministic) is None
+    modules = {each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.") for each in sources.starts}
+    assert "hopper.forward" in modules
+    assert not modules & {"hopper.backward", "hopper.wide_keys"}
 
 
 # segment_length, length, heads, kv_heads, head_dim, batch.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cases import HIDDEN, attended, determinism, drawn, exactly, hidden_keys, norms, stored
+from cases import HIDDEN, attended, determinism, documents_alone, drawn, ends_of, exactly, hidden_keys, norms, stored
 
 from hilbert_lib import DilatedPattern, dilated_attention
 
@@ -122,6 +122,42 @@ def test_they_drop_what_the_reference_drops(served, case, kind):
         torch.manual_seed(5)
         with determinism(deterministic):
             assert off(served(tensors, pattern, **options), expected) < 8e-3  # each branch rounds dk and dv once more
+
+
+# Lengths of packed documents: of less than a tile, of whole ones, none, and of several segments.
+DOCUMENTS = {
+    "uneven": (1, 127, 2000, 0, 640, 64, 1265),
+    "even": (1024, 1024, 2048),
+    "one": (3001,),
+    "many": (17,) * 100 + (300, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", DOCUMENTS)
+@pytest.mark.parametrize("case", CASES)
+def test_each_of_several_packed_documents_is_as_the_oracle_has_it_alone(served, case, lengths, dtype):
+    branches, _, heads, kv_heads, head_dim, is_causal = CASES[case]
+    pattern, lengths = DilatedPattern(*branches), DOCUMENTS[lengths]
+    tensors = drawn(sum(lengths), heads, kv_heads, head_dim, dtype=dtype, device=DEVICE)
+    expected = documents_alone([x.cpu() for x in tensors], lengths, pattern, is_causal=is_causal)
+    for max_seqlen, deterministic in ((None, False), (max(lengths), True)):
+        options = {"cu_seqlens": ends_of(lengths, DEVICE), "max_seqlen": max_seqlen, "is_causal": is_causal}
+        with determinism(deterministic):
+            found = served(tensors, pattern, **options)
+        assert off([x.cpu() for x in found], expected) < {torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_documents_drop_what_the_plain_kernels_drop(served, is_causal):
+    pattern, lengths = DilatedPattern((512, 1024, 2048), (1, 2, 4)), DOCUMENTS["uneven"]
+    tensors = drawn(sum(lengths), 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    options = {"cu_seqlens": ends_of(lengths, DEVICE), "is_causal": is_causal, "dropout_p": 0.1}
+    results = []
+    for plain in (False, True):
+        torch.manual_seed(5)
+        results.append(served(tensors, pattern, plain=plain, **options))
+    assert off(*results) < 8e-3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

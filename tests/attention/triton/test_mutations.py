@@ -12,9 +12,10 @@ import test_emulated  # noqa: E402
 import test_emulated_grid  # noqa: E402
 
 PADDED = {f"mask {seed}": (seed, mask) for seed, mask in test_emulated.PADDED}
+PACKED = {f"documents {case[0]}": case for case in test_emulated.PACKED}
 HEADS = {f"heads {number}": wide for number, wide in enumerate(test_emulated.WIDE)}
 DROPPED = {f"dropout {seed}": dropped for seed, *dropped in test_emulated.DROPPED}
-ON_SEQUENCES = (*range(test_emulated.CASES), *PADDED, *DROPPED, *HEADS)
+ON_SEQUENCES = (*range(test_emulated.CASES), *PADDED, *DROPPED, *HEADS, *PACKED)
 ON_GRIDS = (*range(len(GRIDS)), *BOXED)
 
 
@@ -25,6 +26,8 @@ def of_sequence(case: int | str) -> tuple[test_emulated.Case, bool]:
         return test_emulated.drawn(seed)._replace(mask=mask), False
     if case in DROPPED:
         return test_emulated.dropping(int(case.removeprefix("dropout ")), *DROPPED[case])
+    if case in PACKED:
+        return test_emulated.packed(*PACKED[case])
     if case in HEADS:
         return test_emulated.widened(*HEADS[case])
     return test_emulated.drawn(case), False
@@ -64,7 +67,7 @@ def test_an_edited_source_fails(mutation):
     assert any(is_seen(mutation, case) for case in (mutation.seed, *cases))
 
 
-@pytest.mark.parametrize("case", [1, "mask 0", "dropout 1", "heads 4"])
+@pytest.mark.parametrize("case", [1, "mask 0", "dropout 1", "heads 4", "documents 0"])
 def test_a_source_as_it_is_does_not_fail_from_a_forward_that_is_given(case):
     assert test_emulated.fault_of(emulator.Sources(), *of_sequence(case), is_forward_given=True) is None
 

@@ -338,8 +338,14 @@ def test_causality_a_mask_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys
     for segment_length, rate, is_causal, is_masked in [*cases, (384, 1, False, True)]:
         pattern = DilatedPattern((segment_length,), (rate,))
         one = schedule.pass_of(pattern, (0,), 1024)
-        assert launch.hopper.masked(pattern, (one,), 1024, is_causal, False, 128) == (is_masked,)
-        assert launch.hopper.masked(pattern, (one,), 1024, is_causal, True, 128) == (True,)
+        q = torch.empty(1, 1024, 1, 128)
+        for more, expected in (
+            ({}, is_masked),
+            ({"key_padding_mask": torch.zeros(1, 1024, dtype=torch.bool)}, True),
+            ({"cu_seqlens": torch.tensor([0, 1024], dtype=torch.int32)}, True),
+        ):
+            call = Request(pattern, is_causal=is_causal, **more)
+            assert launch.hopper.masked(q, q, call, (one,)) == (expected,)
 
 
 def test_a_call_is_served_where_tma_can_load_all_rows_of_a_branch():

@@ -81,7 +81,7 @@ def float_layout():
 def backward_kernel(
     k, v, lse, delta, dk, dv,
     q0, d0, dq0, q1, d1, dq1, q2, d2, dq2, q3, d3, dq3, q4, d4, dq4, q5, d5, dq5,
-    branches, offsets, branch_ids, items, classes, padding, seed,
+    branches, offsets, branch_ids, items, classes, documents, padding, seed,
     scale, drop_below, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     keys, kv_heads, group,
     chunk, stride, chunks, phases, count,
@@ -91,6 +91,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
+    documents: of packed documents `packed.places`, which need CUT; otherwise None.
     With CUT some tiles have fewer than 128 keys. With READ_PARTIAL dk and dv are added to those in memory. With PADDING
     some keys are masked: they are read as zeros, and no query is read where all keys of a tile are. Rows of the next
     segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients of this segment. With
@@ -124,37 +125,40 @@ def backward_kernel(
     shared = Shared(
         k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows, delta_rows, dq_tiles, k_full, dq_free, full, free
     )
+    PACKED: gl.constexpr = documents is not None
     tables, sizes = (branches, offsets, items, classes), (keys, kv_heads, group)
+    if PACKED:
+        tables = (branches, offsets, items, classes, documents)
     grid = (chunk, stride, chunks, phases, count)
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_differentiate, (
             0, k, v, dk, dv, tables, branch_ids, shared, seed, scale, drop_below,
             stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING, DROPOUT,
+            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING, DROPOUT, PACKED,
         )),
         (_differentiate, (
             1, k, v, dk, dv, tables, branch_ids, shared, seed, scale, drop_below,
             stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING, DROPOUT,
+            sizes, grid, padding, HEAD_DIM, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL, PADDING, DROPOUT, PACKED,
         )),
         (_copy, (
             (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, tables, shared, sizes, grid, padding,
-            N_BRANCHES, CAUSAL, PADDING,
+            N_BRANCHES, CAUSAL, PADDING, PACKED,
         )),
         (_add, (
             (dq0, dq1, dq2, dq3, dq4, dq5), tables, shared, sizes, grid, padding, N_BRANCHES, CAUSAL, WITH_DQ, PADDING,
+            PACKED,
         )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 @gluon.jit
-def tile_of(tables, sizes, grid):
-    """Sequence, KV head and tile of the program, and its branches as `segment_of` takes them."""
-    branches, offsets, items, classes = tables
+def tile_of(tables, sizes, grid, PACKED: gl.constexpr):
+    """Sequence, KV head and tile of the program, its branches as `segment_of` takes them, and its `geometry.Place`."""
     keys, kv_heads, _group = sizes
-    b, g, tile = geometry.tile_of(gl.program_id(0), items, classes, 0, keys, kv_heads, 1, *grid)
-    return b, g, tile, (branches, offsets, kv_heads, g)
+    b, g, tile, place = geometry.placed_tile(gl.program_id(0), tables, 0, keys, keys, kv_heads, 1, grid, PACKED)
+    return b, g, tile, (tables[0], tables[1], kv_heads, g), place
 
 
 @gluon.jit
@@ -196,22 +200,33 @@ def first_query_of(position, origin, r):
 @gluon.jit
 def _copy(
     q_descriptors, d_descriptors, lse, delta, tables, shared, sizes, grid, padding,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of q and dout, lse (to base 2) and delta into the ring of stages, in the order of their use."""
-    b, g, tile, branches = tile_of(tables, sizes, grid)
+    b, g, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
     keys = sizes[0]
+    if PACKED:  # position 0 of the document
+        lse += place.origin
+        delta += place.origin
     read_count = read_count_of(padding, b, tile, keys, 2 * tiles.GROUP_ROWS, 1, PADDING)
     block = 0
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if (read_count > 0) & inside:
-            begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
-            row, residue = tiles.segment_coordinates(start + o, r, n, keys)
+            begin, n = range_of(start, w, r, o, tile.lowest, place.keys, CAUSAL)
+            row, residue = _coordinates(start + o, place, r, n, keys, PACKED)
             block = _copy_segment(
                 q_descriptors[i], d_descriptors[i], lse, delta, shared, block, begin, n, row, residue, start + o, r,
                 b, g, sizes,
             )  # fmt: skip
+
+
+@gluon.jit
+def _coordinates(position, place, r, n, keys, PACKED: gl.constexpr):
+    """`tiles.segment_coordinates` of n rows from a position of the tile's sequence or document on."""
+    if PACKED:
+        position += place.origin
+    return tiles.segment_coordinates(position, r, n, keys)
 
 
 @gluon.jit
@@ -251,22 +266,22 @@ def _copy_segment(
 @gluon.jit
 def _add(
     dq_descriptors, tables, shared, sizes, grid, padding, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
-    WITH_DQ: gl.constexpr, PADDING: gl.constexpr,
+    WITH_DQ: gl.constexpr, PADDING: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Add the groups' products to dq; rows past a segment's end are zero.
 
     The groups hand products over one block late: the first is of no block.
     """
     if WITH_DQ:
-        b, g, tile, branches = tile_of(tables, sizes, grid)
+        b, g, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
         keys, _kv_heads, group = sizes
         read_count = read_count_of(padding, b, tile, keys, 2 * tiles.GROUP_ROWS, 1, PADDING)
         is_first = True
         for i in gl.static_range(N_BRANCHES):
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
             if (read_count > 0) & inside:
-                begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
-                row, residue = tiles.segment_coordinates(start + o, r, n, keys)
+                begin, n = range_of(start, w, r, o, tile.lowest, place.keys, CAUSAL)
+                row, residue = _coordinates(start + o, place, r, n, keys, PACKED)
                 for member in range(group):
                     for j in range(begin, n, shared.q_tiles.shape[2]):
                         if is_first:
@@ -286,7 +301,7 @@ def _differentiate(
     NUMBER: gl.constexpr, k, v, dk, dv, tables, branch_ids, shared, seed, scale, drop_below, stride_kb, stride_kn,
     stride_kh, stride_vb, stride_vn, stride_vh, sizes, grid, padding, HEAD_DIM: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
-    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys of the tile against every block of queries."""
     dtype: gl.constexpr = k.dtype.element_ty
@@ -295,8 +310,13 @@ def _differentiate(
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_M)
     GRADIENTS: gl.constexpr = tiles.product_layout(BLOCK_D)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
-    b, g, tile, branches = tile_of(tables, sizes, grid)
+    b, g, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
     keys, kv_heads, group = sizes
+    if PACKED:  # position 0 of the document
+        k += place.origin.to(gl.int64) * stride_kn
+        v += place.origin.to(gl.int64) * stride_vn
+        dk += place.origin.to(gl.int64) * kv_heads * HEAD_DIM
+        dv += place.origin.to(gl.int64) * kv_heads * HEAD_DIM
     if tile.size > 0:
         rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))  # [BLOCK_D]
@@ -347,7 +367,7 @@ def _differentiate(
             if PADDING:
                 inside = inside & (read_count > 0)
             if inside:
-                begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
+                begin, n = range_of(start, w, r, o, tile.lowest, place.keys, CAUSAL)
                 origin = start + o
                 # First come blocks of queries that see no key of the group, then those that need a mask.
                 first_masked = 0
@@ -363,7 +383,7 @@ def _differentiate(
                 for member in range(group):
                     drops, branch = scale, i
                     if DROPOUT:
-                        drops = drops_of(NUMBER, tile, seed, drop_below, b, g * group + member, SCORES)
+                        drops = drops_of(NUMBER, tile, seed, drop_below, place.sequence, g * group + member, SCORES)
                         branch = gl.load(branch_ids + i)
                     dk_acc, dv_acc, block = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, BLOCK_D], scalar
                         NUMBER, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there,

@@ -28,22 +28,26 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @lru_cache(maxsize=1024)
 def launches(
-    pattern: DilatedPattern, length: int, kv_heads: int, is_causal: bool, without: int | None = None
-) -> tuple[tuple[schedule.Pass, ...], tuple[schedule.Pass, ...]]:
+    pattern: DilatedPattern, length: int, kv_heads: int, is_causal: bool, without: int | None = None,
+    reached: tuple[int, ...] | None = None,
+) -> tuple[tuple[schedule.Pass, ...], tuple[schedule.Pass, ...]]:  # fmt: skip
     """The launches of one call: of the warp-specialised kernels, and of the plain ones for the other branches.
 
     The finest rates come first. A launch changes the rows of its branches and nothing else. The choice counts the work
     of one sequence with as many heads of q as of k: so the bits of a sequence do not depend on the batch. without: a
-    branch that other kernels compute.
+    branch that other kernels compute. reached: the branches of which `is_reached` holds, where that hangs on another
+    length: of packed documents on the rows of all.
 
     >>> pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
     >>> [launch.branches for launch in launches(pattern, 65536, 16, False)[0]]
     [(0, 1, 2), (3, 4)]
     """
+    if reached is None:
+        reached = tuple(i for i, branch in enumerate(pattern.branches) if is_reached(*branch, length))
     hopper, plain = [], []
     for whole_pass in reversed(schedule.passes(pattern, length, BLOCK)):
         own = tuple(i for i in whole_pass.branches if i != without)
-        within = tuple(i for i in own if is_reached(*pattern.branches[i], length))
+        within = tuple(i for i in own if i in reached)
         parts = _divided(pattern, within, length, kv_heads, is_causal)[: LAUNCHES - len(hopper)] if within else []
         hopper += parts
         served = {i for part in parts for i in part.branches}

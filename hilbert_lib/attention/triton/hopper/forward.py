@@ -45,7 +45,7 @@ from hilbert_lib.attention.triton.hopper.steps import (
 def forward_kernel(
     q, out, lse, flag,
     k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5,
-    branches, offsets, branch_ids, items, classes, padding, seed,
+    branches, offsets, branch_ids, items, classes, documents, padding, seed,
     scale, drop_below, stride_qb, stride_qn, stride_qh,
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count,
@@ -54,6 +54,8 @@ def forward_kernel(
     PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Output and lse of one tile of 128 queries through all branches; with READ_PARTIAL merged with those in memory.
+
+    documents: of packed documents `packed.places`, which need MASKED; otherwise None.
 
     With MASKED some tile of keys is cut off, by causality, by the end of a segment or, with PADDING, by a mask of keys.
     flag becomes 1 where such a tile is NaN. A value that is not attended to and not finite may cause that. So the plain
@@ -79,7 +81,10 @@ def forward_kernel(
         fours = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers_of_branches = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers = dropout.Numbers(fours, numbers_of_branches)
+    PACKED: gl.constexpr = documents is not None
     tables = (branches, offsets, items, classes)
+    if PACKED:
+        tables = (branches, offsets, items, classes, documents)
     sizes, grid = (first_query, queries, keys, heads, group), (chunk, stride, chunks, phases, count)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=2 if PADDING or DROPOUT else 1)
@@ -89,47 +94,53 @@ def forward_kernel(
         (_attend, (
             0, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
             stride_qb, stride_qn, stride_qh, sizes, grid,
-            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT, PACKED,
         )),
         (_attend, (
             1, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
             stride_qb, stride_qn, stride_qh, sizes, grid,
-            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT, PACKED,
         )),
         (copy_keys, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, branch_ids, padding, ring, ceilings,
-            numbers, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, PADDING, DROPOUT,
+            numbers, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, PADDING, DROPOUT, PACKED,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
-def tile_of(tables, sizes, grid):
-    """Sequence, head and tile of the program, and its branches as `segment_of` takes them."""
-    branches, offsets, items, classes = tables
-    first_query, queries, _keys, heads, group = sizes
-    b, h, tile = geometry.tile_of(gl.program_id(0), items, classes, first_query, queries, heads, group, *grid)
-    return b, h, tile, (branches, offsets, heads // group, h // group)
+def tile_of(tables, sizes, grid, PACKED: gl.constexpr):
+    """Sequence, head and tile of the program, its branches as `segment_of` takes them, and its `geometry.Place`."""
+    first_query, queries, keys, heads, group = sizes
+    b, h, tile, place = geometry.placed_tile(
+        gl.program_id(0), tables, first_query, queries, keys, heads, group, grid, PACKED
+    )
+    return b, h, tile, (tables[0], tables[1], heads // group, h // group), place
 
 
 @gluon.jit
 def copy_keys(
     k_descriptors, v_descriptors, tables, branch_ids, padding, ring, ceilings, numbers, sizes, grid,
     BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of k and v into the ring of stages, in the order in which the groups take them.
 
     With PADDING they come with the ceilings of their scores, and unless CAUSAL no tile comes whose keys are all masked.
     """
-    b, _, tile, branches = tile_of(tables, sizes, grid)
+    b, _, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
     keys, g = sizes[2], branches[3]
     block = 0
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if (tile.size > 0) & inside:
-            n, _, end = geometry.key_range(start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False)
-            row, residue = tiles.segment_coordinates(start + o, r, n, keys)
+            n, _, end = geometry.key_range(
+                start, w, r, o, place.keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
+            )
+            first_row = start + o
+            if PACKED:
+                first_row += place.origin
+            row, residue = tiles.segment_coordinates(first_row, r, n, keys)
             branch = i
             if DROPOUT:
                 branch = gl.load(branch_ids + i)
@@ -204,38 +215,43 @@ def _attend(
     NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
     stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
-    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, tile, branches = tile_of(tables, sizes, grid)
+    b, h, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
     if tile.size > NUMBER * tiles.GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
+        if PACKED:  # position 0 of the document
+            q_head += place.origin.to(gl.int64) * stride_qn
+            out += place.origin.to(gl.int64) * sizes[3] * HEAD_DIM
+            lse += place.origin
         q_tile = q_tiles.index(NUMBER)  # [GROUP_ROWS, BLOCK_D]
-        keys = sizes[2]
+        keys = place.keys
         MAY_BE_CUT: gl.constexpr = MASKED and not is_listed(CAUSAL, PADDING)
         if in_halves(BLOCK_D) or (MAY_BE_CUT and (CAUSAL or not are_sorted(BLOCK_D))):
             _attend_by_branch(
                 NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-                stride_qn, sizes, b, h, tile,
+                stride_qn, sizes, place, b, h, tile,
                 HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
             )  # fmt: skip
         elif MAY_BE_CUT:  # most tiles of an uneven length are whole
             if _is_whole(branches, tile, keys, BLOCK_N, N_BRANCHES):
                 _attend_whole(
                     NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-                    stride_qn, sizes, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
+                    stride_qn, sizes, place, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
                     DROPOUT,
                 )  # fmt: skip
             else:
                 _attend_by_branch(
                     NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-                    stride_qn, sizes, b, h, tile,
+                    stride_qn, sizes, place, b, h, tile,
                     HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
                 )  # fmt: skip
         else:
             _attend_whole(
                 NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-                stride_qn, sizes, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING, DROPOUT,
+                stride_qn, sizes, place, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
+                DROPOUT,
             )  # fmt: skip
     elif tile.size > 0:  # this group's half of the tile is empty
         block = 0
@@ -248,7 +264,7 @@ def _attend(
                 inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
                 if inside:
                     _, _, end = geometry.key_range(
-                        start, w, r, o, sizes[2], tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
+                        start, w, r, o, place.keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
                     )
                     for _j in range(0, end, BLOCK_N):
                         pass_over(ring, block)
@@ -258,11 +274,11 @@ def _attend(
 @gluon.jit
 def _attend_whole(
     NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-    stride_qn, sizes, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    stride_qn, sizes, place, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where no tile of keys is cut off but by its ceilings: only the number of blocks counts."""
-    first_query, queries, keys, heads, _group = sizes
+    first_query, queries, _keys, heads, _group = sizes
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
     # A thread computes one position and hands it on. Divisions for every row that it loads would outlast the loads.
@@ -280,7 +296,7 @@ def _attend_whole(
     blocks = 0
     if not PADDING:
         inside, start, w, r, o = _segments_of(branches, tile.first, N_BRANCHES)  # [8] each
-        n = geometry.segment_rows(start, w, r, o, keys)  # [8]
+        n = geometry.segment_rows(start, w, r, o, place.keys)  # [8]
         blocks = gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
@@ -291,7 +307,7 @@ def _attend_whole(
     drops = scale
     if DROPOUT:
         own_position = gl.where(exists, position, 0)  # [GROUP_ROWS]
-        drops = drops_of(own_position, total, seed, drop_below, b, h)
+        drops = drops_of(own_position, total, seed, drop_below, place.sequence, h)
     if PADDING:
         acc, total, m = _walk_listed(
             acc, total, m, q_tile, ring, ceilings, numbers, drops, scale, queries, DROPOUT
@@ -339,7 +355,7 @@ def _attend_whole(
 @gluon.jit
 def _attend_by_branch(
     NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-    stride_qn, sizes, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    stride_qn, sizes, place, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
     PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -348,7 +364,8 @@ def _attend_by_branch(
     Positions are computed where they are needed. With the beginning of `_attend_whole` it took 6 % longer at head_dim
     128, because of how its steps were compiled. Any edit may change that: compare_kernels.py measures it.
     """
-    first_query, queries, keys, heads, _group = sizes
+    first_query, queries, _keys, heads, _group = sizes
+    keys = place.keys
     SCORES: gl.constexpr = tiles.product_layout(keys_at_once(BLOCK_D, BLOCK_N))
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
     rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))  # [GROUP_ROWS]
@@ -371,7 +388,7 @@ def _attend_by_branch(
         _acc, no_total, _m = nothing(
             BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-        drops = drops_of(query, no_total, seed, drop_below, b, h)
+        drops = drops_of(query, no_total, seed, drop_below, place.sequence, h)
     if is_listed(CAUSAL, PADDING):
         acc, total, m = _walk_listed_in_halves(
             q_tile, ring, ceilings, numbers, drops, scale, query, BLOCK_D, BLOCK_N, DROPOUT

@@ -12,6 +12,7 @@ from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import Config, launch_arguments
 from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.attention.triton.hopper import division
+from hilbert_lib.attention.triton.packed import scheduled_length
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.patterns.dilated import DilatedPattern
 
@@ -40,8 +41,6 @@ def refusal(q: Tensor, call: Request) -> str:
         return f"serves a head_dim up to {max(HOPPER_FORWARD)}, a multiple of 8; got {q.shape[-1]}"
     if call.seed is not None and dropout.is_named(call.seed):
         return f"no dropout of a part of a larger call, got dropout_p={call.dropout_p}{SEE_PLAIN}"
-    if call.cu_seqlens is not None:
-        return f"no cu_seqlens: it serves no packed documents{SEE_PLAIN}"
     if call.inverse is not None:
         return f"reads k and v in sequence order alone{SEE_PLAIN}"
     return ""
@@ -85,25 +84,31 @@ def has_dq(q: Tensor, k: Tensor, call: Request) -> bool:
     Without dropout and up to a head_dim of 128 it is no faster than the plain one (13.8 ms for 13.7 on an H200).
     """
     is_asked = call.dropout_p > 0.0 or q.shape[-1] > division.NARROW
-    _, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
+    _, theirs = launches_of(k, call)
     return is_asked and call.key_padding_mask is None and not theirs
 
 
+def launches_of(k: Tensor, call: Request) -> tuple[tuple[schedule.Pass, ...], tuple[schedule.Pass, ...]]:
+    """The launches of a call: of the warp-specialised kernels, and of the plain ones (`division.launches`)."""
+    reached = None
+    if call.cu_seqlens is not None:
+        reached = tuple(i for i, (w, r) in enumerate(call.pattern.branches) if division.is_reached(w, r, k.shape[1]))
+    length = scheduled_length(call, k.shape[1])
+    return division.launches(call.pattern, length, k.shape[2], call.is_causal, reached=reached)
+
+
+def masked(q: Tensor, k: Tensor, call: Request, passes: tuple[schedule.Pass, ...]) -> tuple[bool, ...]:
+    """Whether a tile of keys may be cut off in each pass of the forward: by causality, a mask, or a segment's end."""
+    if call.is_causal or call.key_padding_mask is not None or call.cu_seqlens is not None:
+        return (True,) * len(passes)
+    return is_cut(call.pattern, passes, k.shape[1], HOPPER_FORWARD[columns_of(q)].block_n)
+
+
 @lru_cache(maxsize=1024)
-def masked(
-    pattern: DilatedPattern,
-    passes: tuple[schedule.Pass, ...],
-    keys: int,
-    is_causal: bool,
-    is_padded: bool,
-    block_n: int,
-) -> tuple[bool, ...]:
-    """Whether a tile of block_n keys may be cut off in each pass, by causality, a mask or the end of a segment."""
+def is_cut(pattern: DilatedPattern, passes: tuple[schedule.Pass, ...], keys: int, block_n: int) -> tuple[bool, ...]:
+    """Whether the end of a segment cuts off a tile of block_n keys in each pass."""
     branches = [[pattern.branches[i] for i in one.branches] for one in passes]
-    return tuple(
-        is_causal or is_padded or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)
-        for some in branches
-    )
+    return tuple(any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some) for some in branches)
 
 
 def forward_start(
@@ -152,10 +157,16 @@ def backward_start(
         descriptors.append(descriptors[-1] if sums is None else tiles.descriptor(sums, r, *part))
     descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True)
-    tables = schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device)
     named = _named(kernels.backward_kernel, shared, config, len(rates)) | {"BLOCK_D": columns}
-    named |= {"CUT": tables.cut, "WITH_DQ": sums is not None}
+    named |= {"CUT": _is_cut_in_keys(k, call, one, config), "WITH_DQ": sums is not None}
     return Start(kernels.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
+
+
+def _is_cut_in_keys(k: Tensor, call: Request, one: schedule.Pass, config: Config) -> bool:
+    # Whether some tile of keys has fewer rows than others.
+    if call.cu_seqlens is not None:
+        return True
+    return schedule.tables(call.pattern, one, *k.shape[1:3], config.block_n, config.together, k.device).cut
 
 
 def keys_start(

@@ -35,7 +35,7 @@ from hilbert_lib.attention.triton.hopper.steps import (
 def dq_kernel(
     q, dout, lse, delta, dq,
     k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5,
-    branches, offsets, branch_ids, items, classes, seed,
+    branches, offsets, branch_ids, items, classes, documents, seed,
     scale, drop_below, stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh,
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count,
@@ -43,6 +43,8 @@ def dq_kernel(
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, READ_PARTIAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """dq of one tile of 128 queries; with READ_PARTIAL it is added to that in memory.
+
+    documents: of packed documents `packed.places`; otherwise None.
 
     Rows of the next segment lie past a segment's end, with weight 0: a NaN among them does reach dq of this segment.
     """
@@ -60,7 +62,10 @@ def dq_kernel(
         fours = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers_of_branches = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers = dropout.Numbers(fours, numbers_of_branches)
+    PACKED: gl.constexpr = documents is not None
     tables = (branches, offsets, items, classes)
+    if PACKED:
+        tables = (branches, offsets, items, classes, documents)
     sizes, grid = (first_query, queries, keys, heads, group), (chunk, stride, chunks, phases, count)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=2 if DROPOUT else 1)
@@ -70,16 +75,16 @@ def dq_kernel(
         (_differentiate, (
             0, q, dout, lse, delta, dq, tables, q_tiles, d_tiles, ring, numbers, seed, scale, drop_below,
             stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh, sizes, grid,
-            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, READ_PARTIAL, DROPOUT,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, READ_PARTIAL, DROPOUT, PACKED,
         )),
         (_differentiate, (
             1, q, dout, lse, delta, dq, tables, q_tiles, d_tiles, ring, numbers, seed, scale, drop_below,
             stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh, sizes, grid,
-            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, READ_PARTIAL, DROPOUT,
+            HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, READ_PARTIAL, DROPOUT, PACKED,
         )),
         (forward.copy_keys, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, branch_ids, q, ring, ring,
-            numbers, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, False, DROPOUT,
+            numbers, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, False, DROPOUT, PACKED,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -89,11 +94,12 @@ def _differentiate(
     NUMBER: gl.constexpr, q, dout, lse, delta, dq, tables, q_tiles, d_tiles, ring, numbers, seed, scale, drop_below,
     stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh, sizes, grid, HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
-    READ_PARTIAL: gl.constexpr, DROPOUT: gl.constexpr,
+    READ_PARTIAL: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, tile, branches = forward.tile_of(tables, sizes, grid)
-    first_query, queries, keys, heads, _group = sizes
+    b, h, tile, branches, place = forward.tile_of(tables, sizes, grid, PACKED)
+    first_query, queries, _keys, heads, _group = sizes
+    keys = place.keys
     if tile.size > NUMBER * tiles.GROUP_ROWS:
         SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
         ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
@@ -107,6 +113,12 @@ def _differentiate(
         row = (position - first_query).to(gl.int64)[:, None]  # [GROUP_ROWS, 1]
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         d_head = dout + b.to(gl.int64) * stride_db + h.to(gl.int64) * stride_dh
+        if PACKED:  # position 0 of the document
+            q_head += place.origin.to(gl.int64) * stride_qn
+            d_head += place.origin.to(gl.int64) * stride_dn
+            dq += place.origin.to(gl.int64) * heads * HEAD_DIM
+            lse += place.origin
+            delta += place.origin
         q_tile.store(gl.load(q_head + row * stride_qn + dims, mask=row_mask, other=0.0))
         d_tile.store(gl.load(d_head + row * stride_dn + dims, mask=row_mask, other=0.0))
         fence_async_shared()
@@ -126,7 +138,7 @@ def _differentiate(
         acc, no_total, _m = nothing(BLOCK_D, BLOCK_N)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
         drops = scale
         if DROPOUT:
-            drops = forward.drops_of(query, no_total, seed, drop_below, b, h)
+            drops = forward.drops_of(query, no_total, seed, drop_below, place.sequence, h)
         block = 0
         for i in range(N_BRANCHES):
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)

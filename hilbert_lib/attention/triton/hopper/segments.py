@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton import limits, schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.attention.triton.hopper.launch import HOPPER_FORWARD, columns_of, masked
+from hilbert_lib.attention.triton.hopper.launch import HOPPER_FORWARD, columns_of, is_cut
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
@@ -55,7 +55,9 @@ def on_a_line(inputs: Tensors, call: Request) -> tuple[Tensors, Request] | None:
 def is_made_of_boxes(inputs: Tensors, call: Request) -> bool:
     """Whether `on_a_line` gives another call."""
     q, k = inputs.q, inputs.k
-    if call.pattern.dilation_rates != (1,) or call.is_causal or call.query_start is not None:
+    if call.pattern.dilation_rates != (1,) or call.is_causal:
+        return False
+    if call.query_start is not None or call.cu_seqlens is not None:
         return False
     has_options = call.dropout_p > 0.0 or call.key_padding_mask is not None
     batch, rows, heads, head_dim = q.shape
@@ -97,8 +99,8 @@ def beside_another(inputs: Tensors, call: Request) -> Beside | None:
     if line is None:
         return None
     ours, plain = division.launches(pattern, length, inputs.k.shape[2], False, without=number)
-    is_cut = plain or any(masked(pattern, ours, length, False, False, HOPPER_FORWARD[columns].block_n))
-    return None if is_cut else Beside(*line, *ours)
+    has_cut = plain or any(is_cut(pattern, ours, length, HOPPER_FORWARD[columns].block_n))
+    return None if has_cut else Beside(*line, *ours)
 
 
 @lru_cache(maxsize=256)

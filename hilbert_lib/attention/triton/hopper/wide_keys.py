@@ -116,7 +116,7 @@ def _copy(
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
 ):  # fmt: skip
     """Copy blocks of q and dout, lse (to base 2) and delta into the rings, in the order of their use."""
-    b, g, tile, branches = backward.tile_of(tables, sizes, grid)
+    b, g, tile, branches, _place = backward.tile_of(tables, sizes, grid, False)
     keys = sizes[0]
     read_count = _read_count(padding, b, tile, keys, 1, PADDING)
     block = 0
@@ -172,7 +172,7 @@ def _weigh(
     """The weights of the keys and every block of queries, transposed, and dv."""
     ROWS: gl.constexpr = tiles.GROUP_ROWS
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
-    b, g, tile, branches = backward.tile_of(tables, sizes, grid)
+    b, g, tile, branches, _place = backward.tile_of(tables, sizes, grid, False)
     keys, _kv_heads, group = sizes
     if tile.size > 0:
         position = _positions_of(tile)  # [GROUP_ROWS]
@@ -258,7 +258,7 @@ def _slope(
 ):  # fmt: skip
     """The slopes of the same weights, and dk."""
     ROWS: gl.constexpr = tiles.GROUP_ROWS
-    b, g, tile, branches = backward.tile_of(tables, sizes, grid)
+    b, g, tile, branches, _place = backward.tile_of(tables, sizes, grid, False)
     keys, _kv_heads, group = sizes
     if tile.size > 0:
         position = _positions_of(tile)  # [GROUP_ROWS]
