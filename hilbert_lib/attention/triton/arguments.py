@@ -143,11 +143,12 @@ def result(like: Tensor, passes: tuple[schedule.Pass, ...], call: Request) -> Ma
 
 def launch_arguments(
     q: Tensor, k: Tensor, v: Tensor, call: Request, branch_pass: schedule.Pass, config: Config,
-    *, rows: str, first: bool, last: bool,
+    *, rows: str, first: bool, last: bool, places: packed.Places,
 ) -> tuple[tuple[int], dict]:  # fmt: skip
     """Grid and shared arguments of a pass over the tiles of `rows`, "queries" or "keys".
 
     q stands in for tensors that are not used. The first pass reads no partial results, and the last writes none.
+    places: of packed documents, as `packed.Documents` finds them.
     """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, first_query = k.shape[1], k.shape[2], call.query_start or 0
@@ -161,10 +162,9 @@ def launch_arguments(
         chunks = (begin + length - 1) // tables.chunk - begin // tables.chunk + 1
         programs = chunks * tables.items.shape[2]
     else:
-        packed_tables = packed.tables(
-            call.pattern, branch_pass, packed.scheduled_length(call, keys), kv_heads, block, q.device
-        )
-        tables, documents = packed_tables.tables, packed.places(call.cu_seqlens, keys, packed_tables)
+        length = packed.scheduled_length(call, keys)
+        tables = packed.tables(call.pattern, branch_pass, length, kv_heads, block, q.device).tables
+        documents = places[branch_pass, block]
         programs = chunks = len(documents)
     phases, count = tables.items.shape[1:3]
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]

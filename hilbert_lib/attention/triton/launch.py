@@ -26,7 +26,7 @@ from hilbert_lib.attention.triton.geometry import block_d
 from hilbert_lib.attention.triton.hopper import division, grid_launch, segments
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.limits import POSITIONS
-from hilbert_lib.attention.triton.packed import scheduled_length
+from hilbert_lib.attention.triton.packed import Documents, Launch, Places, scheduled_length
 from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
 
 ELEMENTS = 2048  # of a program that scales sums: 16 a thread
@@ -50,12 +50,13 @@ def forward(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     if len(todo) > 1:
         made += Made(q.shape, torch.float32), _no_lse(q)
 
-    def starts(out: Tensor, lse: Tensor, *partial_results: Tensor) -> list[Start]:
+    def starts(places: Places, out: Tensor, lse: Tensor, *partial_results: Tensor) -> list[Start]:
         tensors = (q, k, v, out, lse, *(partial_results or (out, lse)), q)
-        return [_plain("forward", tensors, call, *one, IF_FLAG=False) for one in _in_order(todo)]
+        return [_plain("forward", tensors, call, places, *one, IF_FLAG=False) for one in _in_order(todo)]
 
     finish = itemgetter(0, 1) if q.dtype == dtype else partial(_out_and_lse, dtype)
-    return _start(starts, (q, k, v), made, call, "forward", finish)
+    launches = partial(_launches, "forward", q, todo)
+    return _start(starts, (q, k, v), made, call, "forward", finish, launches)
 
 
 def is_short(q: Tensor, k: Tensor, call: Request) -> bool:
@@ -116,27 +117,32 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     out = result(q, ours[:1], call)
     masked = hopper.masked(q, k, call, ours)
     made = out, _lse_beside(out, q), FLAG if any(masked) else None
+    # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of several
+    # launches the first then begins every row anew.
+    again = [replace(ours[0], covers_all=len(ours) > 1 and not schedule.covers_all(call.pattern)), *ours[1:]]
 
-    def starts(out: Tensor, lse: Tensor, flag: Tensor | None) -> list[Start]:
+    def starts(places: Places, out: Tensor, lse: Tensor, flag: Tensor | None) -> list[Start]:
         tensors = (q, k, v, out, lse, out, lse)
         first = [
-            hopper.forward_start(q, k, v, call, one, out, lse, flag if is_masked else None, first=number == 0)
+            hopper.forward_start(
+                q, k, v, call, one, out, lse, flag if is_masked else None, first=number == 0, places=places
+            )
             for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True))
         ]
         # These go on from the results and replace them, rounded once more each time.
-        last = [_plain("forward", (*tensors, q), call, one, False, True, IF_FLAG=False) for one in theirs]
+        last = [_plain("forward", (*tensors, q), call, places, one, False, True, IF_FLAG=False) for one in theirs]
         if flag is None:
             return first + last
-        # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of several
-        # launches the first then begins every row anew.
-        again = [replace(ours[0], covers_all=len(ours) > 1 and not schedule.covers_all(call.pattern)), *ours[1:]]
         repeated = [
-            _plain("forward", (*tensors, flag), call, one, number == 0, True, IF_FLAG=True)
+            _plain("forward", (*tensors, flag), call, places, one, number == 0, True, IF_FLAG=True)
             for number, one in enumerate(again)
         ]
         return first + repeated + last
 
-    return _start(starts, (q, k, v), made, call, "forward on hopper", itemgetter(0, 1))
+    def launches() -> list[Launch]:
+        return [(one, division.BLOCK) for one in ours] + _launches("forward", q, (*again, *theirs))
+
+    return _start(starts, (q, k, v), made, call, "forward on hopper", itemgetter(0, 1), launches)
 
 
 def backward(
@@ -149,7 +155,7 @@ def backward(
     if is_short(q, k, call):
         one = schedule.whole_pass(call.pattern, k.shape[1])
 
-        def start_at_once(dq: Tensor, dk: Tensor, dv: Tensor) -> list[Start]:
+        def start_at_once(places: Places, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Start]:
             return [_all_gradients((q, k, v, out, lse, dout, dlse, dq, dk, dv), call, one)]
 
         made = tuple(result(x, (one,), call) for x in (q, k, v))
@@ -157,14 +163,18 @@ def backward(
         return _start(start_at_once, (q, k, v, dout, lse, out, dlse), made, call, "backward at once", finish)
     of_keys, of_queries = _Passes.of("dkv", q, k, (k, v), call), _Passes.of("dq", q, k, (q,), call)
 
-    def starts(delta: Tensor, *grads: Tensor) -> list[Start]:
+    def starts(places: Places, delta: Tensor, *grads: Tensor) -> list[Start]:
         given, count = (q, k, v, dout, lse, delta), len(of_keys.made)
-        both = *of_keys.starts(given, grads[:count]), *of_queries.starts(given, grads[count:])
+        both = *of_keys.starts(given, grads[:count], places), *of_queries.starts(given, grads[count:], places)
         return [_delta(out, dout, dlse, delta), *both]
 
     made = Made(lse.shape, lse.dtype), *of_keys.made, *of_queries.made
+
+    def launches() -> list[Launch]:
+        return of_keys.launches(q) + of_queries.launches(q)
+
     finish = partial(_gradients, dtype, 1 + len(of_keys.made))
-    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, "backward", finish)
+    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, "backward", finish, launches)
 
 
 def _gradients(dtype: torch.dtype, dq_number: int, made: list[Tensor]) -> tuple[Tensor, ...]:
@@ -208,29 +218,35 @@ def backward_on_hopper(
         of_dq = Made(q.shape, q.dtype), Made(q.shape, torch.float32)
     of_dk = tuple(result(x, ours[:1], call) for x in (k, v))
 
-    def starts(delta: Tensor, dk: Tensor, dv: Tensor, *of_dq_now: Tensor) -> list[Start]:
+    def starts(places: Places, delta: Tensor, dk: Tensor, dv: Tensor, *of_dq_now: Tensor) -> list[Start]:
         dq, given, sums = of_dq_now[0], (q, k, v, dout, lse, delta), of_dq_now[1] if has_sums else None
         launches = [_delta(out, dout, dlse, delta, sums)]
         of_keys = (dout, q, k, v, lse, delta, dk, dv, call)
         for number, one in enumerate(ours):
             if is_wide:
-                launches.append(hopper.keys_start(*of_keys, one, first=number == 0))
+                launches.append(hopper.keys_start(*of_keys, one, first=number == 0, places=places))
             else:
-                launches.append(hopper.backward_start(*of_keys, one, sums, first=number == 0))
-        launches += [_plain("dkv", (*given, dk, dv, dk, dv), call, one, False, True) for one in theirs]
+                launches.append(hopper.backward_start(*of_keys, one, sums, first=number == 0, places=places))
+        launches += [_plain("dkv", (*given, dk, dv, dk, dv), call, places, one, False, True) for one in theirs]
         if of_queries is not None:
-            return launches + of_queries.starts(given, of_dq_now)
+            return launches + of_queries.starts(given, of_dq_now, places)
         if has_sums:
-            launches += [_plain("dq", (*given, sums, sums), call, one, False, False) for one in theirs]
+            launches += [_plain("dq", (*given, sums, sums), call, places, one, False, False) for one in theirs]
             return [*launches, _scaled(sums, dq, call.scale)]
         return launches + [
-            hopper.dq_start(dout, q, k, v, lse, delta, dq, call, one, first=number == 0)
+            hopper.dq_start(dout, q, k, v, lse, delta, dq, call, one, first=number == 0, places=places)
             for number, one in enumerate(whole)
         ]
 
     made = Made(lse.shape, lse.dtype), *of_dk, *of_dq
     name = "backward on hopper" if has_sums else "deterministic backward on hopper"
-    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, partial(_gradients, q.dtype, 3))
+
+    def launches() -> list[Launch]:
+        plain = of_queries.launches(q) if of_queries is not None else _launches("dq", q, theirs)
+        return [(one, division.BLOCK) for one in (*ours, *whole)] + _launches("dkv", q, theirs) + plain
+
+    finish = partial(_gradients, q.dtype, 3)
+    return _start(starts, (q, k, v, dout, lse, out, dlse), made, call, name, finish, launches)
 
 
 def _forward_beside(beside: segments.Beside, inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
@@ -238,8 +254,8 @@ def _forward_beside(beside: segments.Beside, inputs: Tensors, call: Request) -> 
     out, lse = grid_launch.forward(beside.inputs, beside.call)
     q, k, v = hopper.as_read(*inputs[:3])
 
-    def starts() -> list[Start]:
-        return [hopper.forward_start(q, k, v, call, beside.other, out, lse, None, first=False)]
+    def starts(places: Places) -> list[Start]:
+        return [hopper.forward_start(q, k, v, call, beside.other, out, lse, None, first=False, places=places)]
 
     _start(starts, (q, k, v, out, lse), (), call, "forward beside windows", tuple)
     return out, lse
@@ -252,11 +268,12 @@ def _backward_beside(
     dq, dk, dv, *_ = grid_launch.backward(dout, beside.inputs, out, lse, beside.call, dlse)
     q, k, v, dout = hopper.as_read(*inputs[:3], dout)
 
-    def starts(delta: Tensor) -> list[Start]:
+    def starts(places: Places, delta: Tensor) -> list[Start]:
+        how = {"first": False, "places": places}
         return [
             _delta(out, dout, dlse, delta),
-            hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, beside.other, None, first=False),
-            hopper.dq_start(dout, q, k, v, lse, delta, dq, call, beside.other, first=False),
+            hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, beside.other, None, **how),
+            hopper.dq_start(dout, q, k, v, lse, delta, dq, call, beside.other, **how),
         ]
 
     tensors, made = (q, k, v, dout, lse, out, dlse, dq, dk, dv), (Made(lse.shape, lse.dtype),)
@@ -285,18 +302,41 @@ class _Passes(NamedTuple):
         sums = [Made(x.shape, torch.float32, 0.0) for x in like] if len(todo) > 1 else []
         return cls(name, call, todo, (*(result(x, todo, call) for x in like), *sums))
 
-    def starts(self, given: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> list[Start]:
+    def starts(self, given: tuple[Tensor, ...], made: tuple[Tensor, ...], places: Places) -> list[Start]:
         """given: q, k, v, dout, lse and delta."""
         tensors = (*given, *made) if len(self.todo) > 1 else (*given, *made, *made)
-        return [_plain(self.name, tensors, self.call, *one) for one in _in_order(self.todo)]
+        return [_plain(self.name, tensors, self.call, places, *one) for one in _in_order(self.todo)]
+
+    def launches(self, q: Tensor) -> list[Launch]:
+        """Each pass with the rows of its tiles."""
+        return _launches(self.name, q, self.todo)
+
+
+def _launches(kernel: str, q: Tensor, passes: Sequence[schedule.Pass]) -> list[Launch]:
+    # Passes of a plain kernel, with the rows of its tiles.
+    config = config_of(kernel, q)
+    return [(one, config.block_n if kernel == "dkv" else config.block_m) for one in passes]
 
 
 def _start(
-    starts: Callable[..., list[Start]], given: tuple, made: tuple, call: Request, name: str, finish: Callable
-) -> Sequence:
-    # Packed documents have tables of their own in every call: nothing of it is kept.
-    keep = call.cu_seqlens is None
-    return start(starts, (*given, *call.tensors), name, *call.options, made=made, finish=finish, keep=keep)
+    starts: Callable[..., list[Start]], given: tuple, made: tuple, call: Request, name: str, finish: Callable,
+    launches: Callable[[], list[Launch]] = list,
+) -> Sequence:  # fmt: skip
+    # given: k is the second tensor. launches: those that need places where the rows are packed documents.
+    tensors = *given, *call.tensors
+    if call.cu_seqlens is None:
+        return start(partial(starts, {}), tensors, name, *call.options, made=made, finish=finish)
+    documents = Documents(call, given[1], launches())
+    # All bounds of lengths for which the same tables are made are one kind of call.
+    options = *replace(call, max_seqlen=None).options, scheduled_length(call, given[1].shape[1])
+
+    def with_places(*all_made: Tensor) -> list[Start]:
+        finding, places = documents.found(all_made[len(made) :])
+        return finding + starts(places, *all_made[: len(made)])
+
+    # The documents are checked by torch's operators besides.
+    made_with_places = *made, *documents.made
+    return start(with_places, tensors, name, *options, made=made_with_places, finish=finish, is_all=False)
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, sums: Tensor | None = None) -> Start:
@@ -307,13 +347,15 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, sums: 
     return Start(delta_kernel, (triton.cdiv(rows, 32),), tensors, named)
 
 
-def _plain(name: str, tensors: tuple, call: Request, one: schedule.Pass, first: bool, last: bool, **named) -> Start:
+def _plain(
+    name: str, tensors: tuple, call: Request, places: Places, one: schedule.Pass, first: bool, last: bool, **named
+) -> Start:
     # The start of a plain kernel for a pass; tensors begin with q, k and v.
     if name != "forward":  # dout is the fourth
         named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), tensors[3].stride()[:3], strict=True))
     rows = "keys" if name == "dkv" else "queries"
     config = config_of(name, tensors[0])
-    grid, shared = launch_arguments(*tensors[:3], call, one, config, rows=rows, first=first, last=last)
+    grid, shared = launch_arguments(*tensors[:3], call, one, config, rows=rows, first=first, last=last, places=places)
     return Start(PLAIN[name], grid, tensors, shared | named)
 
 
@@ -321,7 +363,7 @@ def _all_gradients(tensors: tuple, call: Request, one: schedule.Pass) -> Start:
     # The start of all gradients of a short call; tensors are those that `backward_kernel` begins with.
     q, k, v, *_ = tensors
     config, dout = config_of("backward", q), tensors[5]
-    (programs,), shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=True, last=True)
+    (programs,), shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=True, last=True, places={})
     of_queries = shared.pop("heads")
     shared |= dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
     shared |= {"batch": q.shape[0], "kv_heads": k.shape[2]}

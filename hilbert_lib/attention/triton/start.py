@@ -49,7 +49,9 @@ FLAGS = 256  # of a stream
 STREAMS = 16  # of a thread that have flags
 PRECISION = 3  # place in a setting of the precision of float32 products; None there without such products
 # Arguments that are tables of `graph_cache`: the only tensors in a recording besides those of the call.
-TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
+TABLES = frozenset(
+    ("branches", "offsets", "branch_ids", "items", "classes", "first_rows", "table", "windows", "boxes", "part")
+)
 _compiled: set[tuple] = set()
 _loading, _interpreting = Lock(), Lock()
 _failed: dict[tuple, str] = {}  # the message for kernels that did not compile
@@ -209,6 +211,7 @@ class Recording(NamedTuple):
 def start(
     make: Callable[..., Sequence[Start]], tensors: Sequence[Tensor | None], *options: Hashable,
     made: Sequence[Made | None] = (), finish: Callable[[list], Sequence] = list, keep: bool = True,
+    is_all: bool = True,
 ) -> Sequence:  # fmt: skip
     """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
 
@@ -220,6 +223,7 @@ def start(
             is `FLAG`.
         finish: what is returned, given the made tensors; `FLAG` may be None there. It hangs on no other tensor.
         keep: whether the starts may be recorded.
+        is_all: whether they are all that is computed for their results: a call may then be repeated by them alone.
     """
     device = tensors[0].device
     if triton.knobs.runtime.interpret:
@@ -231,7 +235,7 @@ def start(
         new = recording.made_by(tensors)
         if new is not None:
             results = recording.finish(new)
-            note(recording, tensors, new, results)
+            note(recording if is_all else None, tensors, new, results)
             return results
     new = [x and x.creator(device)() for x in made]
     starts = make(*new)
@@ -251,7 +255,7 @@ def start(
     results, recording = finish(new), None
     if kind in _recordings and not _is_watched(tensors[0]):
         recording = _recordings[kind] = _record(starts, kernels, tensors, new, made, finish)
-    note(recording, tensors, new, results)
+    note(recording if is_all else None, tensors, new, results)
     if (
         kind is not None and kind not in _recordings and not _is_watched(tensors[0])
     ):  # most kinds that come once do not come again: sequences of other lengths, say

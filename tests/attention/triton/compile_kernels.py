@@ -57,6 +57,7 @@ from hilbert_lib.attention.triton.hopper.launch import (
     HOPPER_WIDE_DQ,
     LOW,
 )
+from hilbert_lib.attention.triton.packed import DOCUMENTS, PROGRAMS, places_kernel
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
 from hilbert_lib.patterns import point_kernels
@@ -162,6 +163,13 @@ def plain_kernels() -> dict[str, tuple]:
     made["delta with sums"] = delta_kernel, ATTENTION_TYPES, sizes | {"dlse": None}, {"num_warps": 4}
     made["scale"] = scale_kernel, ATTENTION_TYPES, {"BLOCK": 2048}, {"num_warps": 4}
     return made
+
+
+def places_of_documents() -> tuple:
+    """What `compiled` takes for the kernel that finds the places of packed documents, before the architecture."""
+    types = dict.fromkeys(("cu_seqlens", "first_rows", "places"), "*i32")
+    types |= dict.fromkeys(("documents", "programs", "chunk", "count"), "i32")
+    return places_kernel, types, {"PROGRAMS": PROGRAMS, "DOCUMENTS": DOCUMENTS}, {"num_warps": 4}
 
 
 def decode_kernels() -> dict[str, tuple]:
@@ -289,26 +297,28 @@ def described(block: list[int], dtype=gl.bfloat16) -> str:
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
 
 
-def forward_on_hopper(columns: int, causal: bool, goes_on: bool, padding: bool = False, dropout: bool = False) -> tuple:
+def forward_on_hopper(
+    columns: int, causal: bool, goes_on: bool, padding: bool = False, dropout: bool = False, packed: bool = False
+) -> tuple:
     """What `compiled` takes for the warp-specialised forward, before the architecture."""
     config = HOPPER_FORWARD[columns]
     keys = described([1, config.block_n, 1, 1, columns])
     types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal}
-    constants |= {"MASKED": causal or padding} | options_of_keys(padding, dropout)
+    constants |= {"MASKED": causal or padding or packed} | options_of_keys(padding, dropout, packed)
     constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
     constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
-def dq_on_hopper(columns: int, causal: bool, goes_on: bool, dropout: bool = False) -> tuple:
+def dq_on_hopper(columns: int, causal: bool, goes_on: bool, dropout: bool = False, packed: bool = False) -> tuple:
     """What `compiled` takes for the warp-specialised dq, before the architecture."""
     config = HOPPER_DQ[columns]
     keys = described([1, config.block_n, 1, 1, columns])
     types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal}
     constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
-    constants |= options_of_keys(False, dropout)
+    constants |= options_of_keys(False, dropout, packed)
     constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
     return hopper_queries.dq_kernel, types, constants, {"num_warps": 4}
 
@@ -342,16 +352,17 @@ def of_parts(tensors: str, rows: int, high: int, branches: int) -> tuple[dict, d
     return types, dict.fromkeys(missing) | {"BLOCK_E": high, "N_BRANCHES": branches}
 
 
-def options_of_keys(padding: bool, dropout: bool) -> dict:
+def options_of_keys(padding: bool, dropout: bool, packed: bool = False) -> dict:
     """Constants of a warp-specialised kernel: the arguments that it has not are None."""
-    left_out = ["documents"] + ([] if padding else ["padding"])
+    left_out = ([] if packed else ["documents"]) + ([] if padding else ["padding"])
     left_out += [] if dropout else ["seed", "drop_below", "branch_ids"]
     return dict.fromkeys(left_out) | {"PADDING": padding, "DROPOUT": dropout}
 
 
 def backward_on_hopper(
-    columns: int, causal: bool, cut: bool, with_dq: bool, padding: bool = False, dropout: bool = False
-) -> tuple:
+    columns: int, causal: bool, cut: bool, with_dq: bool, padding: bool = False, dropout: bool = False,
+    packed: bool = False,
+) -> tuple:  # fmt: skip
     """What `compiled` takes for the warp-specialised backward, before the architecture."""
     config = HOPPER_BACKWARD[columns]
     queries = described([1, config.block_m, 1, 1, columns])
@@ -361,7 +372,7 @@ def backward_on_hopper(
     branches = 1 if dropout else SOME
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": branches, "CAUSAL": causal, "CUT": cut}
     constants |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
-    constants |= options_of_keys(padding, dropout)
+    constants |= options_of_keys(padding, dropout, packed)
     constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(branches, BRANCHES)}
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
@@ -519,12 +530,24 @@ def hopper_kernels() -> dict[str, tuple]:
         f"hopper dq {head_dim} {more} {drops}": wide_dq_on_hopper(head_dim, more, more, drops)
         for head_dim, more, drops in product((192,), flags, flags)
     }
+    of_documents = {
+        f"hopper packed forward {columns} {causal}": forward_on_hopper(columns, causal, False, packed=True)
+        for columns, causal in product((64, 128), flags)
+    }
+    of_documents |= {
+        f"hopper packed backward {columns} {with_dq}": backward_on_hopper(columns, False, True, with_dq, packed=True)
+        for columns, with_dq in product((64, 128), flags)
+    }
+    of_documents |= {
+        f"hopper packed queries {columns}": dq_on_hopper(columns, False, False, packed=True) for columns in (64, 128)
+    }
     return (
         forwards
         | backwards
         | dropping
         | alone
         | of_wide
+        | of_documents
         | {
             f"hopper padded backward {columns} {causal} {causal} {with_dq}": backward_on_hopper(
                 columns, causal, causal, with_dq, True
@@ -538,7 +561,7 @@ def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
     configure(architecture)
     every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels() | copy_kernels()
-    every |= list_kernels()
+    every |= list_kernels() | {"places": places_of_documents()}
     if architecture == 80:  # whose shared memory is the least
         every |= for_grids_by_dtype()
     if architecture != 90:
@@ -726,6 +749,7 @@ SAMPLE += ("hopper queries 256 False", "hopper keys 256 False", "hopper dq 192 F
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hopper bias dq 64")
 SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper whole forward 128")
 SAMPLE += ("hopper wide forward 192", "hopper wide dkv 192")
+SAMPLE += ("hopper packed forward 128 False", "hopper packed backward 128 True", "places")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

@@ -327,6 +327,7 @@ FUNCTIONS = {
     "minimum": on_arrays(np.fmin),
     "maximum": on_arrays(np.fmax),
     "max": on_arrays(np.fmax.reduce),
+    "cumsum": on_arrays(np.cumsum),
     "sum": on_arrays(lambda x, axis=None: np.add.reduce(x, axis)),
     "exp2": on_arrays(np.exp2),
     "sqrt": on_arrays(np.sqrt),

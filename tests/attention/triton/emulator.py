@@ -37,6 +37,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
             "grid",
             "grid_bias",
             "grid_launch",
+            "packed",
             "rows",
         )
     ),

@@ -296,6 +296,22 @@ def test_each_of_several_packed_documents_is_as_the_oracle_has_it_alone(sources,
     assert {"hopper.forward", "hopper.backward"} <= modules
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_is_not_finite_stays_in_its_document(sources, seed):
+    """Of the output: here the plain kernel runs once more."""
+    case, _ = packed(*PACKED[seed])
+    case = case._replace(dropout_p=0.0, layout="bshd")
+    q, k, v, _ = (x.clone() for x in expected(case)[0])
+    begin = sum(case.documents[:1])
+    end = begin + case.documents[1]
+    k[:, begin:end], v[:, begin:end] = torch.nan, torch.inf
+    out, _ = sources.launch.forward_on_hopper(Tensors(q, k, v), request_of(case))
+    right = expected(case)[1][0]
+    for rows in (slice(0, begin), slice(end, None)):
+        assert (out[:, rows] - right[:, rows]).norm() <= 4e-3 * right[:, rows].norm()
+    assert not out[:, begin:end].isfinite().all()
+
+
 @pytest.mark.parametrize("head_dim", [160, 256])
 def test_the_backward_of_packed_documents_of_wide_heads_is_the_plain_kernels(sources, head_dim):
     case, is_deterministic = packed(*PACKED[0])

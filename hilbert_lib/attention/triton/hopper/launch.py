@@ -12,7 +12,7 @@ from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import Config, launch_arguments
 from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.attention.triton.packed import scheduled_length
+from hilbert_lib.attention.triton.packed import Places, scheduled_length
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.patterns.dilated import DilatedPattern
 
@@ -113,7 +113,7 @@ def is_cut(pattern: DilatedPattern, passes: tuple[schedule.Pass, ...], keys: int
 
 def forward_start(
     q: Tensor, k: Tensor, v: Tensor, call: Request, one: schedule.Pass, out: Tensor, lse: Tensor, flag: Tensor | None,
-    *, first: bool,
+    *, first: bool, places: Places,
 ) -> Start:  # fmt: skip
     """The start of a launch that writes out and lse; unless it is the first, it goes on from them.
 
@@ -129,7 +129,7 @@ def forward_start(
     rates = [call.pattern.dilation_rates[i] for i in one.branches]
     descriptors = [tiles.descriptor(x, r, config.block_n, columns) for r in rates for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
-    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True, places=places)
     named = _named(kernels.forward_kernel, shared, config, len(rates)) | {"BLOCK_D": columns}
     named |= {"MASKED": flag is not None, "maxnreg": config.maxnreg}
     return Start(kernels.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
@@ -137,7 +137,7 @@ def forward_start(
 
 def backward_start(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, call: Request,
-    one: schedule.Pass, sums: Tensor | None, *, first: bool,
+    one: schedule.Pass, sums: Tensor | None, *, first: bool, places: Places,
 ) -> Start:  # fmt: skip
     """The start of a launch that writes dk and dv; unless it is the first, it adds to them.
 
@@ -156,7 +156,7 @@ def backward_start(
         descriptors += [tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
         descriptors.append(descriptors[-1] if sums is None else tiles.descriptor(sums, r, *part))
     descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
-    grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True)
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True, places=places)
     named = _named(kernels.backward_kernel, shared, config, len(rates)) | {"BLOCK_D": columns}
     named |= {"CUT": _is_cut_in_keys(k, call, one, config), "WITH_DQ": sums is not None}
     return Start(kernels.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
@@ -171,7 +171,7 @@ def _is_cut_in_keys(k: Tensor, call: Request, one: schedule.Pass, config: Config
 
 def keys_start(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, call: Request,
-    one: schedule.Pass, *, first: bool,
+    one: schedule.Pass, *, first: bool, places: Places,
 ) -> Start:  # fmt: skip
     """The same at a head_dim above 128, where it adds no dq: the bits are always the same."""
     with importing("the module of the warp-specialised dk and dv of wide heads"):
@@ -181,7 +181,7 @@ def keys_start(
     config, b_stages = HOPPER_KEYS[high]
     rates = [call.pattern.dilation_rates[i] for i in one.branches]
     descriptors = _of_parts((q, dout), rates, config.block_m, high)
-    grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True)
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True, places=places)
     named = _named(kernels.wide_keys_kernel, shared, config, len(rates))
     named |= {"BLOCK_E": high, "B_STAGES": b_stages}
     return Start(kernels.wide_keys_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
@@ -200,11 +200,11 @@ def _of_parts(tensors: tuple[Tensor, Tensor], rates: list[int], rows: int, high:
 
 def dq_start(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, call: Request,
-    one: schedule.Pass, *, first: bool,
+    one: schedule.Pass, *, first: bool, places: Places,
 ) -> Start:  # fmt: skip
     """The start of a launch that writes dq, with the same bits every time; unless it is the first, it adds to it."""
     if q.shape[-1] > LOW and high_columns_of(q) in HOPPER_WIDE_DQ:
-        return _dq_of_parts(dout, q, k, v, lse, delta, dq, call, one, first=first)
+        return _dq_of_parts(dout, q, k, v, lse, delta, dq, call, one, first=first, places=places)
     with importing("the module of the warp-specialised dq"):
         from hilbert_lib.attention.triton.hopper import queries as kernels
         from hilbert_lib.attention.triton.hopper import tiles
@@ -214,7 +214,7 @@ def dq_start(
     rates = [call.pattern.dilation_rates[i] for i in one.branches]
     descriptors = [tiles.descriptor(x, r, config.block_n, columns) for r in rates for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
-    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True, places=places)
     named = _named(kernels.dq_kernel, shared, config, len(rates)) | {"BLOCK_D": columns}
     named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
     return Start(kernels.dq_kernel, grid, (q, dout, lse, delta, dq, *descriptors), named)
@@ -222,7 +222,7 @@ def dq_start(
 
 def _dq_of_parts(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, call: Request,
-    one: schedule.Pass, *, first: bool,
+    one: schedule.Pass, *, first: bool, places: Places,
 ) -> Start:  # fmt: skip
     with importing("the module of the warp-specialised dq of wide heads"):
         from hilbert_lib.attention.triton.hopper import wide_queries as kernels
@@ -231,7 +231,7 @@ def _dq_of_parts(
     config, v_stages = HOPPER_WIDE_DQ[high]
     rates = [call.pattern.dilation_rates[i] for i in one.branches]
     descriptors = _of_parts((k, v), rates, config.block_n, high)
-    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
+    grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True, places=places)
     named = _named(kernels.wide_dq_kernel, shared, config, len(rates))
     named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
     named |= {"BLOCK_E": high, "V_STAGES": v_stages}
