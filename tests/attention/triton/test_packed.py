@@ -33,10 +33,12 @@ ends_there = partial(ends_of, device=DEVICE)
 
 def places_of(cu_seqlens: torch.Tensor, total: int, known: packed.Packed) -> torch.Tensor:
     """The places of a launch's programs, as the kernel finds them."""
-    places = torch.full((packed.program_count(cu_seqlens, total, known), packed.COLUMNS), -1, dtype=torch.int32)
-    each = packed.places_start(cu_seqlens, known, places)
+    count = packed.program_count(cu_seqlens, total, known)
+    places = torch.full((count, packed.COLUMNS), -1, dtype=torch.int32, device=DEVICE)
+    known = known._replace(first=known.first.to(DEVICE))
+    each = packed.places_start(cu_seqlens.to(DEVICE), known, places)
     each.kernel[each.grid](*each.arguments, **each.named)
-    return places
+    return places.cpu()
 
 
 @in_pairs(AXES, 5, kv_heads=lambda heads: heads[1])
