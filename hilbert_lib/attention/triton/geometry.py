@@ -71,7 +71,7 @@ def tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, c
 
 @triton.jit
 def place_of(pid, documents, items, classes, first_row, rows, keys, heads, group, chunk, stride, chunks, phases, count):
-    """`tile_of`, of a packed document if there are any (`packed.places`).
+    """`tile_of`, of a packed document if there are any (`packed.places_kernel`).
 
     Three values more: the sequence as dropout numbers it, the row of its position 0, and its number of keys.
     """

@@ -117,9 +117,11 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
     out = result(q, ours[:1], call)
     masked = hopper.masked(q, k, call, ours)
     made = out, _lse_beside(out, q), FLAG if any(masked) else None
-    # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of several
-    # launches the first then begins every row anew.
-    again = [replace(ours[0], covers_all=len(ours) > 1 and not schedule.covers_all(call.pattern)), *ours[1:]]
+
+    def again() -> list[schedule.Pass]:
+        # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of several
+        # launches the first then begins every row anew.
+        return [replace(ours[0], covers_all=len(ours) > 1 and not schedule.covers_all(call.pattern)), *ours[1:]]
 
     def starts(places: Places, out: Tensor, lse: Tensor, flag: Tensor | None) -> list[Start]:
         tensors = (q, k, v, out, lse, out, lse)
@@ -135,12 +137,12 @@ def forward_on_hopper(inputs: Tensors, call: Request) -> tuple[Tensor, Tensor]:
             return first + last
         repeated = [
             _plain("forward", (*tensors, flag), call, places, one, number == 0, True, IF_FLAG=True)
-            for number, one in enumerate(again)
+            for number, one in enumerate(again())
         ]
         return first + repeated + last
 
     def launches() -> list[Launch]:
-        return [(one, division.BLOCK) for one in ours] + _launches("forward", q, (*again, *theirs))
+        return [(one, division.BLOCK) for one in ours] + _launches("forward", q, (*again(), *theirs))
 
     return _start(starts, (q, k, v), made, call, "forward on hopper", itemgetter(0, 1), launches)
 

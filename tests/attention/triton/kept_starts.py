@@ -7,7 +7,7 @@ every launcher was given what Triton's own start of the same tensors gives it. A
 import json
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import accumulate, count, cycle
 from types import SimpleNamespace
 from weakref import ref
 
@@ -203,6 +203,11 @@ def every_option() -> dict:
     return {"is_causal": True, "dropout_p": 0.5, "key_padding_mask": masked(2, 256), **tables}
 
 
+def of_documents(*lengths: int) -> dict:
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {"cu_seqlens": ends, "max_seqlen": max(lengths)}
+
+
 def masked(batch: int, keys: int) -> torch.Tensor:
     return torch.zeros(batch, keys, dtype=torch.bool)
 
@@ -236,6 +241,16 @@ if __name__ == "__main__":
         run = partial(along, again=True, on_hopper=on_hopper, with_dlse=True)
         thrice(f"sequence with dlse {on_hopper}", lambda run=run: run(drawn(2, 256, 4, 64)))
         thrice(f"grid with dlse {on_hopper}", lambda module=module: on_grid(module, True, with_dlse=True))
+    for again, on_hopper in ((False, False), (False, True), (True, False), (True, True)):
+        run = partial(along, again=again, on_hopper=on_hopper)
+        # Tables are made for lengths up to 256, whichever the longest is.
+        packed = cycle((of_documents(100, 156), of_documents(30, 226), of_documents(255, 1)))
+        name = f"kept documents {on_hopper} {again}"
+        thrice(name, lambda run=run, packed=packed: run(drawn(1, 256, 4, 64), **next(packed)))
+        with noted(f"another number of documents {on_hopper} {again}"):
+            run(drawn(1, 256, 4, 64), **of_documents(100, 100, 56))
+        with noted(f"documents of another bound {on_hopper} {again}"):
+            run(drawn(1, 256, 4, 64), **of_documents(128, 128))
     order = Ordering.from_curve("hilbert", 512, grid=(16, 32))
     thrice("grid in an order", lambda: on_grid(grid_launch, True, ordering=order))
     for again in (False, True):

@@ -549,10 +549,10 @@ def assert_kept(told: dict) -> None:
     kept = {name: [bound == 0 for _, bound, _ in calls] for name, calls in told.items()}
     kinds = "sequence", "several", "all options", "grid", "kept"
     repeated = [name for name, calls in kept.items() if name.startswith(kinds) and len(calls) == 3]
-    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 33
+    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 37
     assert kept.pop("one tensor as q, k and v") == [False, False, True, True], "the last has three, as calls before"
     assert kept.pop("at the same addresses") == [False] * 2 + [True] * 8
     assert kept.pop("precision") == [False, False, True, False], "the last is in tf32"
     assert kept.pop("tables that are gone") == [False, True]
     assert not any(any(each) for each in kept.values()), f"served by the starts of another kind: {kept}"
-    assert len(kept) == 17
+    assert len(kept) == 25

@@ -91,7 +91,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
-    documents: of packed documents `packed.places`, which need CUT; otherwise None.
+    documents: of packed documents the places that `packed.places_kernel` finds, which need CUT; otherwise None.
     With CUT some tiles have fewer than 128 keys. With READ_PARTIAL dk and dv are added to those in memory. With PADDING
     some keys are masked: they are read as zeros, and no query is read where all keys of a tile are. Rows of the next
     segment lie past a segment's end, with weight 0: a NaN among them does reach the gradients of this segment. With

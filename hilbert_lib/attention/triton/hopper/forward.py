@@ -55,7 +55,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and lse of one tile of 128 queries through all branches; with READ_PARTIAL merged with those in memory.
 
-    documents: of packed documents `packed.places`, which need MASKED; otherwise None.
+    documents: of packed documents the places that `packed.places_kernel` finds, which need MASKED; otherwise None.
 
     With MASKED some tile of keys is cut off, by causality, by the end of a segment or, with PADDING, by a mask of keys.
     flag becomes 1 where such a tile is NaN. A value that is not attended to and not finite may cause that. So the plain

@@ -44,7 +44,7 @@ def dq_kernel(
 ):  # fmt: skip
     """dq of one tile of 128 queries; with READ_PARTIAL it is added to that in memory.
 
-    documents: of packed documents `packed.places`; otherwise None.
+    documents: of packed documents the places that `packed.places_kernel` finds; otherwise None.
 
     Rows of the next segment lie past a segment's end, with weight 0: a NaN among them does reach dq of this segment.
     """
