@@ -291,10 +291,10 @@ def _off_fast_path(chosen: str, q: Tensor, k: Tensor, call: Request, reasons: di
     if fastest == "hopper" and isinstance(call.pattern, DilatedPattern):
         branches = [f"{w}:{r}" for w, r in call.pattern.branches if not is_reached(w, r, k.shape[1])]
         parts = [f"the branches {' '.join(branches)}"] if branches else []
-        if q.shape[-1] > NARROW and (branches or call.key_padding_mask is not None):
-            parts.append(f"dq at a head_dim above {NARROW}")
         if q.shape[-1] > NARROW and call.cu_seqlens is not None:
-            parts = [f"the backward of packed documents at a head_dim above {NARROW}"]
+            parts.append(f"the backward of packed documents at a head_dim above {NARROW}")
+        elif q.shape[-1] > NARROW and (branches or call.key_padding_mask is not None):
+            parts.append(f"dq at a head_dim above {NARROW}")
         return f"plain kernels compute {' and '.join(parts)}" if parts else ""
     return ""
 

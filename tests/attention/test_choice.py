@@ -533,9 +533,16 @@ def test_branches_of_plain_kernels_are_off_the_fast_path_and_a_cpu_has_none():
             choice._off_fast_path("hopper", wide, wide, call, {"hopper": "chosen"})
             for call in (Request(reached), masked)
         )
+        ends = torch.tensor([0, 33], dtype=torch.int32)
+        of_packed, of_wide_packed = (
+            choice._off_fast_path("hopper", x, x, Request(pattern, cu_seqlens=ends), {"hopper": "chosen"})
+            for x in (q, wide)
+        )
     assert words == "plain kernels compute the branches 64:2"
     assert of_wide == f"{words} and dq at a head_dim above 128"
     assert (of_reached, of_masked) == ("", "plain kernels compute dq at a head_dim above 128")
+    assert of_packed == words
+    assert of_wide_packed == f"{words} and the backward of packed documents at a head_dim above 128"
 
 
 @pytest.mark.parametrize(("head_dim", "gradient"), [(128, True), (136, False), (136, True)])
