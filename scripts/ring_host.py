@@ -2,10 +2,10 @@
 
     python scripts/ring_host.py
 
-A table's row is a number of tokens a rank and a transport; the pattern reaches over the whole sequence. A call's host
-time is that of a few calls in a row, which begin together on idle devices, over their number: the median of such loops,
-on the slowest rank. The last columns have the time until the device is done, likewise. Where the host takes as long as
-the device, calls wait for it. Without a GPU two ranks run on the CPU, whose time is that of their kernels too.
+A table's row is a number of tokens a rank and a transport; the pattern reaches over the whole sequence. Ranks begin six
+calls in a row together, on idle devices. A call's host time is a sixth of theirs: the median of seven such loops, on
+the slowest rank. The last columns have the time until the device is done, likewise. Where the host takes as long as the
+device, calls wait for it. Without a GPU two ranks run on the CPU, whose time is that of their kernels too.
 """
 
 import os

@@ -181,8 +181,8 @@ def dilated_attention(
             last q's length. Each document is attended to by itself; its positions and segments count from its first
             row. Not with key_padding_mask, query_start, key_start or kv_ordering. "hopper" and "triton", which "auto"
             then takes first, serve all documents in one call. On a GPU they do not wait for the values: wrong ones
-            stop the GPU. By "hopper" a NaN reaches gradients of the documents beside its own. Other backends loop over
-            documents and wait for the lengths.
+            stop the GPU. By "hopper" a NaN may reach gradients of the documents beside its own, up to a head_dim of
+            128. Other backends loop over documents and wait for the lengths.
         max_seqlen: an upper bound of the documents' lengths; by default none is known.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve. "hopper" is the
             warp-specialised kernels of this library, "triton" its plain ones, which also decode.

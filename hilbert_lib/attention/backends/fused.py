@@ -190,7 +190,7 @@ BACKENDS = (
         "one of two; plain kernels compute a branch whose rows TMA, the GPU's unit for copies, cannot load, the "
         "forward of few queries, and the backward of a call with a query_start, or of packed documents of wide heads",
         colour="#D55E00",
-        caveat="a NaN reaches gradients of the segments, and of packed documents, beside its own",
+        caveat="a NaN may reach gradients of the segments, or packed documents, beside its own",
         functions=_hopper_functions,
         limits=_hopper_limits,
         of_keys=_hopper_of_keys,

@@ -191,8 +191,8 @@ def backward_on_hopper(
 
     Where torch asks for determinism, and at a head_dim above 128, another kernel computes dq (`hopper.launch.has_dq`).
     Short segments are windows, as in `forward_on_hopper`: their dq has the same bits every time.
-    With a query_start the plain kernels compute all: the others count every row of q from position 0. So they do of
-    packed documents at a head_dim above 128, and of branches and lengths, as in `forward_on_hopper`.
+    With a query_start the plain kernels compute all: the others count every row of q from position 0. They also compute
+    all of packed documents at a head_dim above 128. Branches and lengths are as in `forward_on_hopper`.
     """
     q, k, v, *_ = inputs
     is_wide = q.shape[-1] > division.NARROW

@@ -43,7 +43,7 @@ class Packed(NamedTuple):
 
 
 def scheduled_length(call: Request, keys: int) -> int:
-    """The length of the sequence that tables are made for: that of k or, of packed documents, a bound of few values.
+    """The length that tables are made for: that of k, or a bound of packed documents, which takes few values.
 
     >>> pattern = DilatedPattern((8, 100), (1, 2))
     >>> [scheduled_length(Request(pattern, cu_seqlens=torch.zeros(2), max_seqlen=n), 1000) for n in (5, 33, 65, 101)]

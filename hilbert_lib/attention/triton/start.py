@@ -223,7 +223,7 @@ def start(
             is `FLAG`.
         finish: what is returned, given the made tensors; `FLAG` may be None there. It hangs on no other tensor.
         keep: whether the starts may be recorded.
-        is_all: whether they are all that is computed for their results: a call may then be repeated by them alone.
+        is_all: whether these starts are all that the call does. It may then be repeated by them alone.
     """
     device = tensors[0].device
     if triton.knobs.runtime.interpret:

@@ -35,8 +35,8 @@ def launches(
 
     The finest rates come first. A launch changes the rows of its branches and nothing else. The choice counts the work
     of one sequence with as many heads of q as of k: so the bits of a sequence do not depend on the batch. without: a
-    branch that other kernels compute. reached: the branches of which `is_reached` holds, where that hangs on another
-    length: of packed documents on the rows of all.
+    branch that other kernels compute. reached: the branches whose rows TMA can load, where `length` does not
+    tell: of packed documents the rows of all do.
 
     >>> pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
     >>> [launch.branches for launch in launches(pattern, 65536, 16, False)[0]]

@@ -21,7 +21,7 @@ CLAIMS = (
         claimed=(Band(least=0.85),),
         leaves_out={"dtype not in ['float16', 'bfloat16']": "the claim is of half precision"},
         verdict="does not hold (28 of 79 cases)",
-        note="windows of few cells, short segments and decoding are bound by bytes, and are judged with the others",
+        note="windows of few cells, short segments and decoding compute little, and are judged with the others",
     ),
     Claim(
         "O2",
