@@ -492,31 +492,31 @@ def hopper_kernels() -> dict[str, tuple]:
     flags = (False, True)
     forwards = {
         f"hopper forward {columns} {causal} {goes_on}": forward_on_hopper(columns, causal, goes_on)
-        for columns, causal, goes_on in product((64, 128), flags, flags)
+        for columns, causal, goes_on in product((32, 64, 128), flags, flags)
     }
     forwards |= {f"hopper forward 256 {causal} {causal}": forward_on_hopper(256, causal, causal) for causal in flags}
     forwards |= {
         f"hopper padded forward {columns} {causal} {causal}": forward_on_hopper(columns, causal, causal, True)
-        for columns, causal in product((64, 128), flags)
+        for columns, causal in product((32, 64, 128), flags)
     }
     backwards = {
         f"hopper backward {columns} {causal} {cut} {with_dq}": backward_on_hopper(columns, causal, cut, with_dq)
-        for columns, causal, cut, with_dq in product((64, 128), flags, flags, flags)
+        for columns, causal, cut, with_dq in product((32, 64, 128), flags, flags, flags)
     }
     # With dropout, without and with all else: causal, cut, and with a mask of keys.
     dropping = {
         f"hopper dropout forward {columns} {more} {more}": forward_on_hopper(columns, more, more, more, True)
-        for columns, more in product((64, 128, 256), flags)
+        for columns, more in product((32, 64, 128, 256), flags)
     }
     dropping |= {
         f"hopper dropout backward {columns} {more} {more} {with_dq}": backward_on_hopper(
             columns, more, more, with_dq, more, True
         )
-        for columns, more, with_dq in product((64, 128), flags, flags)
+        for columns, more, with_dq in product((32, 64, 128), flags, flags)
     }
     alone = {
         f"hopper queries {columns} {more}": dq_on_hopper(columns, more, more, more or columns < 256)
-        for columns, more in product((64, 128, 256), flags)
+        for columns, more in product((32, 64, 128, 256), flags)
     }
     of_wide = {
         f"hopper keys {head_dim} {more}": keys_on_hopper(head_dim, more, more, more)
@@ -552,7 +552,7 @@ def hopper_kernels() -> dict[str, tuple]:
             f"hopper padded backward {columns} {causal} {causal} {with_dq}": backward_on_hopper(
                 columns, causal, causal, with_dq, True
             )
-            for columns, causal, with_dq in product((64, 128), flags, flags)
+            for columns, causal, with_dq in product((32, 64, 128), flags, flags)
         }
     )
 
@@ -750,6 +750,7 @@ SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hop
 SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper whole forward 128")
 SAMPLE += ("hopper wide forward 192", "hopper wide dkv 192")
 SAMPLE += ("hopper packed forward 128 False", "hopper packed backward 128 True", "places")
+SAMPLE += ("hopper forward 32 True True", "hopper backward 32 False False True")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

@@ -67,6 +67,18 @@ WIDE = (
     (23, 256, 0.0, "none", False),
     *((seed, (192, 256)[seed % 2], 0.0, "none", False) for seed in SEVERAL),
 )
+# The same for narrow heads.
+NARROW = (
+    (45, 32, 0.0, "none", False),
+    (1, 16, 0.0, "none", False),
+    (2, 24, 0.0, "none", True),
+    (7, 32, 0.0, HIDDEN[1], True),
+    (10, 8, 0.0, HIDDEN[2], False),
+    (5, 32, 0.1, "none", False),
+    (12, 32, 0.7, "none", True),
+    (19, 16, 0.1, HIDDEN[3], True),
+    (22, 32, 0.1, HIDDEN[0], False),
+)
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 
 
@@ -248,15 +260,15 @@ def test_they_drop_what_the_reference_drops(sources, dropped):
     assert {f"{emulator.PACKAGE}.hopper.forward", f"{emulator.PACKAGE}.hopper.backward"} <= kernels
 
 
-def widened(seed: int, head_dim: int, dropout_p: float, mask: str, is_deterministic: bool) -> tuple[Case, bool]:
-    """A case of WIDE, and whether torch asks for determinism."""
+def of_head_dim(seed: int, head_dim: int, dropout_p: float, mask: str, is_deterministic: bool) -> tuple[Case, bool]:
+    """A case of WIDE or of NARROW, and whether torch asks for determinism."""
     case = drawn(seed)._replace(head_dim=head_dim, scale=head_dim**-0.5, query_start=None)
     return case._replace(dropout_p=dropout_p, mask=mask), is_deterministic
 
 
 @pytest.mark.parametrize("wide", WIDE)
 def test_heads_above_128_equal_the_oracle(sources, wide):
-    case, is_deterministic = widened(*wide)
+    case, is_deterministic = of_head_dim(*wide)
     assert fault_of(sources, case, is_deterministic) is None
     modules = {each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.") for each in sources.starts}
     assert {"hopper.forward", "hopper.wide_keys"} <= modules
@@ -269,13 +281,34 @@ def test_the_cases_of_heads_above_128_take_every_way(monkeypatch, sources):
     monkeypatch.setattr(sources, "run", lambda each: None)
     ways = set()
     for wide in WIDE:
-        results_of(sources, *widened(*wide))
+        results_of(sources, *of_head_dim(*wide))
         for each in sources.starts:
             if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.wide_keys":
                 columns, *flags = (each.named[name] for name in ("BLOCK_E", "CAUSAL", "PADDING", "DROPOUT"))
                 ways |= {(columns, *flags), (columns, each.named["READ_PARTIAL"])}
     both = (False, True)
     assert ways == {*product((64, 128), both, both, both), *product((64, 128), both)}
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_heads_up_to_32_equal_the_oracle_in_tiles_of_as_many_columns(sources, narrow):
+    assert fault_of(sources, *of_head_dim(*narrow)) is None
+    columns = {each.named.get("BLOCK_D") for each in sources.starts if ".hopper." in each.kernel.__module__}
+    assert columns == {32}
+
+
+def test_the_cases_of_narrow_heads_take_every_way(monkeypatch, sources):
+    monkeypatch.setattr(sources, "run", lambda each: None)
+    ways = set()
+    for narrow in NARROW:
+        results_of(sources, *of_head_dim(*narrow))
+        for each in sources.starts:
+            kernel = each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.hopper.")
+            options = [(name, each.named.get(name)) for name in ("PADDING", "DROPOUT", "WITH_DQ")]
+            ways |= {(kernel, each.named.get("CAUSAL"), *option) for option in options if option[1] is not None}
+    both = (False, True)
+    asked = product(("forward", "backward"), both, ("PADDING", "DROPOUT"), both)
+    assert ways >= {*asked, *product(("backward",), both, ("WITH_DQ",), both)}
 
 
 # Lengths of documents: of less than a tile, of whole tiles, of a tile and one row, none, and of several segments.
@@ -410,6 +443,8 @@ def test_two_branches_are_divided_where_both_have_few_keys_and_nothing_is_cut():
     assert is_divided((1024, 256), (4, 1))
     assert is_divided((512, 2048), (1, 4))
     assert not is_divided((1024, 4096), (1, 4))  # 1,024 keys of 64 columns
+    assert is_divided(head_dim=32)
+    assert not is_divided((512, 2048), (1, 4), head_dim=32)
     assert is_divided((1024, 4096), (1, 4), head_dim=128)
     assert not is_divided((256, 4096), (1, 2), head_dim=128)  # 2,048 keys of the other
     assert not is_divided((256, 1024, 4096), (1, 4, 16))
@@ -432,6 +467,7 @@ def test_what_boxes_do_not_serve_faster_runs_by_the_kernels_for_sequences():
     assert are_windows(2**20)  # all rows
     assert are_windows(2048, 4096, head_dim=65)
     assert are_windows(head_dim=16)
+    assert not are_windows(512, head_dim=32)
     assert not are_windows(2048, 4096)  # longer than the longest
     assert not are_windows(4096, 8192, head_dim=128)
     assert not are_windows(head_dim=136)

@@ -20,6 +20,8 @@ CASES = {
     "rate does not divide": (((1024, 2048), (1, 6)), 4099, 4, 4, 64, False),
     "rate does not divide, causal": (((1024, 2048), (1, 6)), 4099, 4, 4, 128, True),
     "padded head_dim": (((256,), (3,)), 300, 2, 2, 40, True),
+    "narrow heads": (((256, 512), (1, 3)), 700, 4, 2, 32, False),
+    "padded narrow heads": (((500,), (2,)), 1100, 2, 1, 24, True),
     "one segment, longer than the sequence": (((1024, 5000), (1, 4)), 2000, 2, 1, 16, True),
     "short": (((256,), (1,)), 70, 2, 2, 72, False),
     "half-empty tiles, nothing masked": (((512, 1536), (1, 3)), 3072, 4, 2, 128, False),
@@ -210,7 +212,7 @@ def test_lengths_of_which_few_tiles_are_cut_equal_the_reference(served, length, 
     assert off(served(tensors, pattern, dropout_p=dropout_p), expected) < 6e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("branches", [((2048, 16384), (1, 6)), ((2048, 4096, 8192, 16384), (1, 2, 4, 6))])
 def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, branches, is_causal, head_dim):
@@ -225,7 +227,7 @@ def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, b
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_tiles_whose_branches_no_table_tells_may_be_in_none(served, monkeypatch, head_dim, is_causal):
     """Their programs have keys and no query. Tables are that short for rates past 262,144 alone."""
     from hilbert_lib.attention.triton import schedule
@@ -238,7 +240,7 @@ def test_tiles_whose_branches_no_table_tells_may_be_in_none(served, monkeypatch,
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("part", [slice(700, 3100), slice(1000, 1130)])  # the second in one half of some tiles
 def test_a_part_of_the_queries_has_the_rows_of_all(served, part, head_dim, is_causal, divided):
     q, k, v, dout = tokens(4096, 4, 2, head_dim)
@@ -252,7 +254,7 @@ def test_a_part_of_the_queries_has_the_rows_of_all(served, part, head_dim, is_ca
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_forward_and_where_asked_backward_repeat_their_bits(served, head_dim, is_causal, divided):
     tensors = tokens(4096, 4, 2, head_dim)
     pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
@@ -292,7 +294,7 @@ def test_keys_that_are_not_there_have_no_gradient_however_small_the_scores(serve
     torch.testing.assert_close(results, plain, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(served, head_dim):
     # Scores near 100, one block of 128 keys after the other, 2,048 of them: v is 1 in the first half, -1 in the other,
     # and what a block takes from those before it shows in out as in lse.
@@ -309,7 +311,9 @@ def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(served, head_di
 
 @pytest.mark.parametrize("bits", [0.01, 0.05, 0.5, -0.05])  # of a weight, from each key to the next
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(32, torch.bfloat16), (64, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)]
+)
 def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head_dim, dtype, is_causal, bits):
     # A row's maximum is left where it is until it has grown by some bits: weights before and after must fit each other.
     tensors = tokens(2048, 2, 2, head_dim, dtype)

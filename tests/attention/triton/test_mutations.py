@@ -29,7 +29,7 @@ def of_sequence(case: int | str) -> tuple[test_emulated.Case, bool]:
     if case in PACKED:
         return test_emulated.packed(*PACKED[case])
     if case in HEADS:
-        return test_emulated.widened(*HEADS[case])
+        return test_emulated.of_head_dim(*HEADS[case])
     return test_emulated.drawn(case), False
 
 

@@ -33,7 +33,7 @@ DQ_THERE = tiles.FIRST_BARRIER  # both groups have stored their parts of a block
 SCORES_THERE = gl.constexpr(
     DQ_THERE + 1
 )  # the first of four (`_scores_of`): a group has stored its gradients of scores
-FREE = gl.constexpr(DQ_THERE + 5)  # the first of STAGES, with 64 columns: both groups gave the tiles of a stage back
+FREE = gl.constexpr(DQ_THERE + 5)  # the first of STAGES, up to 64 columns: both groups gave the tiles of a stage back
 # Buffers of gradients of scores. While a group stores a block's, the other may multiply those of two blocks before.
 SCORE_BUFFERS = gl.constexpr(3)
 
@@ -58,7 +58,7 @@ class Shared(NamedTuple):
 @gluon.constexpr_function
 def keys_in_registers(columns):
     """Whether a group keeps its rows of k and v in registers. Products then read less of shared memory."""
-    return columns == 64
+    return columns <= 64
 
 
 @gluon.constexpr_function
@@ -72,9 +72,9 @@ def scores_ahead(columns, with_dq):
 
 
 @gluon.constexpr_function
-def float_layout():
-    """Layout of a 2-D float32 tile in shared memory, as the copy engine takes it."""
-    return gl.NVMMASharedLayout(128, 32, 2)
+def float_layout(columns):
+    """Layout of a 2-D float32 tile in shared memory, as the copy engine takes it: rows of up to 128 bytes."""
+    return gl.NVMMASharedLayout(min(128, 4 * columns), 32, 2)
 
 
 @gluon.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
@@ -103,13 +103,13 @@ def backward_kernel(
     gl.static_assert(not keys_in_registers(BLOCK_D) or FREE + STAGES <= 16, "the hardware has 16 barriers")
     dtype: gl.constexpr = k.dtype.element_ty
     KEYS: gl.constexpr = 2 * tiles.GROUP_ROWS
-    k_tile = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_D], tiles.shared_layout())
-    v_tile = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_D], tiles.shared_layout())
+    k_tile = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_D], tiles.shared_layout(BLOCK_D))
+    v_tile = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_D], tiles.shared_layout(BLOCK_D))
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], q0.layout)
     d_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], d0.layout)
     s_tiles, dq_tiles = k_tile, v_tile  # [KEYS, BLOCK_D] each; these stand in for them without dq
     if WITH_DQ:
-        s_tiles = gl.allocate_shared_memory(dtype, [SCORE_BUFFERS, KEYS, BLOCK_M], tiles.shared_layout())
+        s_tiles = gl.allocate_shared_memory(dtype, [SCORE_BUFFERS, KEYS, BLOCK_M], tiles.shared_layout(BLOCK_M))
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M, 1, 1, dq0.block_shape[4]], dq0.layout)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -630,7 +630,7 @@ def _hand_over(NUMBER: gl.constexpr, part, shared, block):
     """Hand a group's part of dq to the warp that adds it."""
     mbarrier.wait(shared.dq_free, (block & 1) ^ 1)
     tile = tiles.reinterpret(
-        shared.dq_tiles.index(NUMBER), gl.float32, part.shape, float_layout()
+        shared.dq_tiles.index(NUMBER), gl.float32, part.shape, float_layout(part.shape[1])
     )  # [GROUP_ROWS, COLUMNS]
     tile.store(part)
     fence_async_shared()

@@ -378,7 +378,7 @@ def rows_of(all_tiles, number):
     """The 64 rows of a group, or of a box, as two axes."""
     ROWS: gl.constexpr = tiles.rows_of(all_tiles.shape)
     tile = all_tiles.index(number)  # [rows, columns, cells, 1]
-    return tiles.reinterpret(tile, tile.dtype, [ROWS, all_tiles.shape[5]], tiles.shared_layout())
+    return tiles.reinterpret(tile, tile.dtype, [ROWS, all_tiles.shape[5]], tiles.shared_layout(all_tiles.shape[5]))
 
 
 @gluon.jit

@@ -66,7 +66,7 @@ def forward_kernel(
     # Registers of the second group, where a multiprocessor runs two programs, and one. The first group has those that
     # it and the copying warps leave: 112 of three times 80 (maxnreg of its configuration). These need at least 24.
     REGISTERS: gl.constexpr = 104 if in_halves(BLOCK_D) else 240
-    q_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout())
+    q_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout(BLOCK_D))
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], v0.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

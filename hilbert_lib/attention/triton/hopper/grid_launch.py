@@ -15,9 +15,8 @@ from hilbert_lib.attention.grid_parts import on_its_keys, refusal_of_part
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.triton import grid_launch as plain
 from hilbert_lib.attention.triton.arguments import strides_of
-from hilbert_lib.attention.triton.geometry import block_d
+from hilbert_lib.attention.triton.geometry import block_d, power_of_2
 from hilbert_lib.attention.triton.hopper.bias_tables import bound_kernel, gradient_kernel, table_kernel
-from hilbert_lib.attention.triton.hopper.launch import columns_of
 from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
@@ -83,6 +82,11 @@ def refusal(q: Tensor, request: Request) -> str:
 def is_wide(q: Tensor) -> bool:
     """Whether rows are two parts of columns, for which there are kernels of their own."""
     return q.shape[-1] > 128
+
+
+def columns_of(q: Tensor) -> int:
+    """Columns of a box; narrower heads are padded."""
+    return max(64, power_of_2(q.shape[-1]))
 
 
 def _parts_of(q: Tensor) -> tuple[int, ...]:

@@ -81,7 +81,9 @@ def wide_backward_kernel(
     if OF_KEYS:
         slopes = ()
     else:
-        slopes = gl.allocate_shared_memory(x_low.dtype, [2, tiles.GROUP_ROWS, tiles.GROUP_ROWS], tiles.shared_layout())
+        slopes = gl.allocate_shared_memory(
+            x_low.dtype, [2, tiles.GROUP_ROWS, tiles.GROUP_ROWS], tiles.shared_layout(tiles.GROUP_ROWS)
+        )
     tile_full = wide.barriers(1, 1)  # [COUNT, 1]
     tile_free = wide.barriers(1, 2)  # [COUNT, 1]
     # Rows of lse come with a, rows of delta with b: the copying warp arrives once more.

@@ -16,15 +16,21 @@ from hilbert_lib.attention.triton.packed import Places, scheduled_length
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.patterns.dilated import DilatedPattern
 
-# By head_dim: the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is recorded in reports/h200.
+# By columns: the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is recorded in reports/h200.
 HOPPER_FORWARD = {
+    32: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
     64: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
     128: Config(128, 128, 4, 2),
     256: Config(128, 64, 4, 2),
 }
 # Of dq alone. At 256 columns scores of 64 keys would have too few registers.
-HOPPER_DQ = {64: Config(128, 64, 4, 4), 128: Config(128, 64, 4, 4), 256: Config(128, 32, 4, 3)}
-HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
+HOPPER_DQ = {
+    32: Config(128, 64, 4, 4),
+    64: Config(128, 64, 4, 4),
+    128: Config(128, 64, 4, 4),
+    256: Config(128, 32, 4, 3),
+}
+HOPPER_BACKWARD = {32: Config(64, 128, 4, 3), 64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
 # Of dk and dv alone, by the columns past 128 of a wide row: steps with the stages of q; and the stages of dout.
 HOPPER_KEYS = {64: (Config(64, 64, 4, 4), 2), 128: (Config(64, 64, 4, 2), 2)}
 # The same of dq: steps with the stages of k; and the stages of v.
@@ -68,8 +74,8 @@ def as_read(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def columns_of(q: Tensor) -> int:
-    """Columns of a tile."""
-    return max(64, power_of_2(q.shape[-1]))
+    """Columns of a tile; narrower heads are padded."""
+    return max(min(HOPPER_FORWARD), power_of_2(q.shape[-1]))
 
 
 def high_columns_of(q: Tensor) -> int:

@@ -49,8 +49,8 @@ def dq_kernel(
     Rows of the next segment lie past a segment's end, with weight 0: a NaN among them does reach dq of this segment.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    q_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout())
-    d_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout())
+    q_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout(BLOCK_D))
+    d_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout(BLOCK_D))
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], v0.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

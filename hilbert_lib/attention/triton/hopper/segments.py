@@ -21,9 +21,9 @@ from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 # Columns of a row -> the longest segments that took less time by boxes on an H200, forward and both ways
 # (reports/HISTORY.md).
-LONGEST = {64: 1024, 128: 2048}
+LONGEST = {32: 256, 64: 1024, 128: 2048}
 # The most keys that a row may see in each of two branches, of which one has rate 1. Three branches were no faster.
-MOST_KEYS_OF_TWO = {64: 512, 128: 1024}
+MOST_KEYS_OF_TWO = {32: 256, 64: 512, 128: 1024}
 # Tiles of rows from which two branches are divided, which is one launch or two more forward, and three more backward.
 # With few tiles the host would pay for them. The number is reckoned: only 8,192 tiles were timed.
 FEWEST_TILES = 1024

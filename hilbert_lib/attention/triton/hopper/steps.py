@@ -6,8 +6,8 @@ block before with its v (`step`):
     tensor cores   q k0            q k1, p0 v0            q k2, p1 v1            ...
     the group            softmax 0              softmax 1              softmax 2
 
-At head_dim 64 a multiprocessor has two programs, with too few registers for that. A block is taken in two halves, and
-each product is waited for (`halves`), while the warps of the other program compute.
+Up to head_dim 64 a multiprocessor has two programs, with too few registers for that. A block is taken in two halves,
+and each product is waited for (`halves`), while the warps of the other program compute.
 """
 
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def v_free(ring, block):
 @gluon.constexpr_function
 def in_halves(columns):
     """Whether blocks of keys are taken by `halves`, and not by `step`."""
-    return columns == 64
+    return columns <= 64
 
 
 @gluon.constexpr_function

@@ -96,9 +96,9 @@ def row_layout(columns):
 
 
 @gluon.constexpr_function
-def shared_layout():
-    """Layout of a 2-D tile in shared memory, as wgmma and the copy engine take it."""
-    return gl.NVMMASharedLayout(128, 16, 2)
+def shared_layout(columns):
+    """Layout of a 2-D tile in shared memory, as wgmma and the copy engine take it: rows of up to 128 bytes."""
+    return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
 
 
 @gluon.constexpr_function
@@ -112,7 +112,7 @@ def tile_of_stage(tiles, block):
     """The tile of a block among the stages, as two axes; the copy engine wrote it as five."""
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = rows_of(tiles.shape)
-    return reinterpret(tiles.index(block % STAGES), tiles.dtype, [ROWS, tiles.shape[5]], shared_layout())
+    return reinterpret(tiles.index(block % STAGES), tiles.dtype, [ROWS, tiles.shape[5]], shared_layout(tiles.shape[5]))
 
 
 @gluon.jit
