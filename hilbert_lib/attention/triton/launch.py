@@ -266,20 +266,24 @@ def _forward_beside(beside: segments.Beside, inputs: Tensors, call: Request) -> 
 def _backward_beside(
     beside: segments.Beside, dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, call: Request, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The same of gradients, with the same bits every time.
-    dq, dk, dv, *_ = grid_launch.backward(dout, beside.inputs, out, lse, beside.call, dlse)
+    # The same of gradients, with the same bits every time. Both branches have the same delta.
     q, k, v, dout = hopper.as_read(*inputs[:3], dout)
 
-    def starts(places: Places, delta: Tensor) -> list[Start]:
+    def start_of_delta(places: Places, delta: Tensor) -> list[Start]:
+        return [_delta(out, dout, dlse, delta)]
+
+    made = (Made(lse.shape, lse.dtype),)
+    (delta,) = _start(start_of_delta, (q, k, dout, out, dlse), made, call, "delta beside windows", tuple)
+    dq, dk, dv, *_ = grid_launch.backward(dout, beside.inputs, out, lse, beside.call, dlse, delta)
+
+    def starts(places: Places) -> list[Start]:
         how = {"first": False, "places": places}
         return [
-            _delta(out, dout, dlse, delta),
             hopper.backward_start(dout, q, k, v, lse, delta, dk, dv, call, beside.other, None, **how),
             hopper.dq_start(dout, q, k, v, lse, delta, dq, call, beside.other, **how),
         ]
 
-    tensors, made = (q, k, v, dout, lse, out, dlse, dq, dk, dv), (Made(lse.shape, lse.dtype),)
-    _start(starts, tensors, made, call, "backward beside windows", tuple)
+    _start(starts, (q, k, v, dout, lse, delta, dq, dk, dv), (), call, "backward beside windows", tuple)
     return dq, dk, dv
 
 

@@ -750,7 +750,7 @@ SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False", "hop
 SAMPLE += ("bias bounds", "grid bias pairs 64", "hopper strided dkv 128", "hopper whole forward 128")
 SAMPLE += ("hopper wide forward 192", "hopper wide dkv 192")
 SAMPLE += ("hopper packed forward 128 False", "hopper packed backward 128 True", "places")
-SAMPLE += ("hopper forward 32 True True", "hopper backward 32 False False True")
+SAMPLE += ("hopper forward 32 True True", "hopper backward 32 False False True", "scale")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

@@ -445,6 +445,8 @@ def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
         assert wanted.get(name, {reads}) <= set(facts["instructions"]), name
     for name, facts in some("copies ", 2, 4).items():
         assert {reads, writes} <= set(facts["instructions"]), name
+    for name, facts in some("scale", 1, 1).items():
+        assert {reads, writes} <= set(facts["instructions"]), name
     rows = [some(f"rows {name} ", 1, 2) for name in ("merge", "add", "zeros")]
     for name, facts in (each for found in rows for each in found.items()):
         assert {reads, writes} <= set(facts["instructions"]), name

@@ -428,6 +428,7 @@ def test_the_other_of_two_branches_goes_on_from_windows(sources, monkeypatch, na
     modules = [each.kernel.__module__.removeprefix(f"{emulator.PACKAGE}.hopper.") for each in sources.starts]
     for module, count in (("grid_backward", 2), ("forward", 1), ("backward", 1), ("queries", 1)):
         assert modules.count(module) == count
+    assert [each.kernel.__name__ for each in sources.starts].count("delta_kernel") == 1  # both branches have the same
 
 
 def test_two_branches_are_divided_where_both_have_few_keys_and_nothing_is_cut():

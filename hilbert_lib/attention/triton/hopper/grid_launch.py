@@ -193,9 +193,13 @@ def _forward_kernel(q: Tensor, request: Request) -> tuple:
 
 
 def backward(
-    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None
-) -> Tensors:
-    """Gradients of q, k, v and of the extra keys, from out and lse. The bits are the same every time."""
+    dout: Tensor, inputs: Tensors, out: Tensor, lse: Tensor, request: Request, dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+) -> Tensors:  # fmt: skip
+    """Gradients of q, k, v and of the extra keys, from out and lse. The bits are the same every time.
+
+    delta: that of out, dout and dlse, where it is known; a call with a bias takes none.
+    """
     with importing("the module of the backward by boxes"):
         from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
         from hilbert_lib.attention.triton.hopper.grid_wide_backward import wide_backward_kernel
@@ -211,15 +215,17 @@ def backward(
         sums = Made(tables[0].shape, torch.int64)
         bounds = Made((len(inputs.bias), 3), torch.int32)
 
-    def starts(delta: Tensor, sums: Tensor | None, bounds: Tensor | None, *others: Tensor | None) -> list[Start]:
+    def starts(
+        made_delta: Tensor | None, sums: Tensor | None, bounds: Tensor | None, *others: Tensor | None
+    ) -> list[Start]:
         grads, tables, totals = Tensors(*others[:-4]), others[-4:-2], others[-2:]
         of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
         of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
-        if inputs.bias is None:
-            launches = [plain.delta_of(dout, out, delta, dlse)]
-        else:
+        of_rows = made_delta if delta is None else delta
+        launches = [] if made_delta is None else [plain.delta_of(dout, out, made_delta, dlse)]
+        if inputs.bias is not None:
             of_tables = _of_tables(inputs.bias, request, tables[0], flipped=tables[1], sums=sums, bounds=bounds)
-            launches = [of_tables, _of_bounds(dout, out, lse, dlse, inputs, request, delta, bounds)]
+            launches = [of_tables, _of_bounds(dout, out, lse, dlse, inputs, request, made_delta, bounds)]
         for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
             kernel, rings = (wide_backward_kernel, WIDE_RINGS) if is_wide(q) else (backward_kernel, RINGS)
             (stages, b_stages), buffers = rings[_parts_of(q)[-1], tensors is of_keys], BUFFERS
@@ -232,17 +238,21 @@ def backward(
             constants |= {"dbias": sums, "bounds": bounds} if tensors is of_queries else {"dbias": None, "bounds": None}
             by_query = DQ_ROWS if tensors is of_queries else tuple(not each for each in DQ_ROWS)
             launches.append(
-                _start(kernel, MOVES, (lse, delta), tensors, by_query, inputs, request, table, heads, **constants)
+                _start(kernel, MOVES, (lse, of_rows), tensors, by_query, inputs, request, table, heads, **constants)
             )
         if extra_k.shape[1]:
-            launches += plain.of_extra_keys(dout, inputs, lse, delta, request, grads, totals)
+            launches += plain.of_extra_keys(dout, inputs, lse, of_rows, request, grads, totals)
         if inputs.bias is not None:
             launches.append(_of_gradient(sums, bounds, grads.bias, request))
         return launches
 
-    call = (*inputs, dout, out, lse, dlse, *plain.tensors_of(request, q.device))
-    delta, grads = Made(plain.by_row(q), torch.float32), plain.gradients_of(inputs, in_float)
-    made, finish = (delta, sums, bounds, *grads, *tables, *plain.totals_of(inputs)), partial(plain.with_totals, 3, -2)
+    call = (*inputs, dout, out, lse, dlse, delta, *plain.tensors_of(request, q.device))
+    of_delta = Made(plain.by_row(q), torch.float32) if delta is None else None
+    grads = plain.gradients_of(inputs, in_float)
+    made, finish = (
+        (of_delta, sums, bounds, *grads, *tables, *plain.totals_of(inputs)),
+        partial(plain.with_totals, 3, -2),
+    )
     return start(starts, call, "grid backward on hopper", *request.options, made=made, finish=finish)
 
 
