@@ -31,7 +31,7 @@ from drawn_grids import (
     wide,
 )
 from drawn_grids import WHOLE as WHOLE_WINDOWS
-from oracle import attending, bias_of
+from oracle import attending, bias_of, seen_along
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import Neighbourhood
@@ -172,6 +172,39 @@ def test_a_tile_of_keys_walks_over_the_groups_of_queries_that_see_it_and_no_othe
             sees = axis.attends(torch.arange(cells)[:, None], torch.arange(first, min(first + 8, cells))).any(1)
             found = range(max(int(start.array), 0), min(int(end.array), cells))
             assert list(found) == sees.nonzero().squeeze(1).tolist(), near
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "stride"),
+    [((256, 256), (33, 33), (16, 16)), ((30, 48, 80), (18, 24, 24), (16, 8, 8)), ((256, 256), (17, 17), (1, 1))],
+    ids=str,
+)
+def test_no_program_has_much_more_than_its_share_of_the_boxes_that_tiles_of_keys_see(
+    monkeypatch, sources, shape, window, stride
+):
+    """With strides the number of boxes goes up and down from tile to tile, as the programs' turns do."""
+    monkeypatch.setattr(sources, "run", lambda each: None)
+    monkeypatch.setattr(sources.grids, "multiprocessors", lambda device: 132)
+    near, heads = Neighbourhood(shape, window, stride=stride), 8
+    x, lse = torch.zeros(1, near.length, heads, 8, dtype=torch.bfloat16), torch.zeros(1, heads, near.length)
+    nothing = x[:, :0]
+    sources.starts.clear()
+    sources.grids.backward(x, Tensors(x, x, x, nothing, nothing), x, lse, Request(near.of_heads(heads)))
+    (of_keys,) = [each.named for each in sources.starts if each.named.get("OF_KEYS")]
+
+    sizes = sources.grids._tiling_of(near)
+    boxes = np.ones((), dtype=int)
+    for axis, tile, box in zip(near.axes, sizes.tile[-len(shape) :], sizes.box[-len(shape) :], strict=True):
+        seen = seen_along(axis.cells, axis.window, 1, axis.stride, False, axis.edge)
+        along = []
+        for first in range(0, axis.cells, tile):
+            queries = [i for i, keys in enumerate(seen) if any(first <= key < first + tile for key in keys)]
+            along.append(len({(i - queries[0]) // box for i in queries}))
+        boxes = np.multiply.outer(boxes, along)
+    boxes = np.tile(boxes.reshape(-1), heads)
+    assert of_keys["total"] == len(boxes)
+    shares = [boxes[number :: of_keys["programs"]].sum() for number in range(of_keys["programs"])]
+    assert max(shares) * 132 < 1.1 * boxes.sum()
 
 
 def test_gradients_of_lse_equal_the_oracles(sources):

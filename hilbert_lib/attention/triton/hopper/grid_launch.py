@@ -289,14 +289,17 @@ def _start(
     described[end:end] = extra_described
     steps = [step for x, extent in zip(grid, extents, strict=True) for step in descriptors.steps_of(x, *extent)]
     steps += [descriptors.steps_of(x, (1, 1, max(count, 1)), (1, 1, 1))[0] for x in extra]
-    total = form.tiles[named.get("OF_KEYS", False)] * q.shape[0] * heads
+    is_of_keys, at_once = named.get("OF_KEYS", False), programs * multiprocessors(q.device)
+    total = form.tiles[is_of_keys] * q.shape[0] * heads
+    if is_of_keys and _is_strided(near):
+        at_once = largest_prime(at_once)
     rules = plain.rules(inputs, request)
     named = rules | {"part": rules["boxes"]} | named | dict(zip(moves, steps, strict=True)) | {
         "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": parts[0], "BLOCK_E": parts[-1],
         "RULES": form.rules, "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
         "EXTRA_PADDING": request.extra_padding_mask is not None,
         "bias": table, "BIAS": None if table is None else bias_form(request),
-        "total": total, "programs": min(total, programs * multiprocessors(q.device)),
+        "total": total, "programs": min(total, at_once),
     }  # fmt: skip
     names = _names(kernel)
     used = {name: value for name, value in named.items() if name in names}
@@ -412,6 +415,19 @@ def _started(total: int, programs: int, rounds: int) -> int:
     length = ceil(ceil(total / programs) / rounds) * programs
     full = (total - 1) // length  # rounds before the last
     return full * programs + min(programs, total - full * length)
+
+
+@cache
+def largest_prime(most: int) -> int:
+    """The largest prime number up to `most`, at least 2: as many programs as share strided tiles of keys.
+
+    Program p takes the tiles p, p + programs, ... With strides as many queries see every second tile along an axis, or
+    every fourth. So a number of programs with a common divisor would give some of them the long tiles alone.
+
+    >>> largest_prime(132), largest_prime(114)
+    (131, 113)
+    """
+    return next(n for n in range(most, 0, -1) if all(n % divisor for divisor in range(2, int(n**0.5) + 1)))
 
 
 @cache
