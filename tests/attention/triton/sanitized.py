@@ -91,6 +91,7 @@ def hopper():
         torch.use_deterministic_algorithms(deterministic)
         attend(((256, 1024), (1, 2)), 1000, is_causal=True, backend="hopper")
         attend(((256, 1024), (1, 2)), 1024, head_dim=128, dtype=torch.float16, backend="hopper")
+    attend(((256, 512), (1, 3)), 700, head_dim=32, backend="hopper")
     for head_dim in (192, 256):  # whose dk, dv and dq have kernels of their own
         attend(((256, 1024), (1, 2)), 1000, head_dim=head_dim, is_causal=True, backend="hopper")
 
