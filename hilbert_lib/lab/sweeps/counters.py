@@ -126,22 +126,44 @@ def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> p
     """Hardware counters of the `calls` of these arguments: each made once to warm up, and once under `ncu`.
 
     A row a launch of `kernel`, a name or "regex:" and an expression, in order; NaN, and a warning, for what `ncu` does
-    not know. RuntimeError: if `ncu` may not count, the program fails or outlasts `timeout` [s], or launches no such
-    kernel.
+    not know. RuntimeError: as of `run_ncu`, or where the program launches no such kernel.
+    """
+    program = [sys.executable, "-c", f"from {__name__} import make_calls; make_calls()", json.dumps(dict(arguments))]
+    options = ["--cache-control", "all", "--kernel-name", kernel]
+    out = run_ncu(program, METRICS, options=options, about=str(dict(arguments)), timeout=timeout)
+    table = parse_counters(out, METRICS).drop(columns="kernel")
+    if table.empty:
+        raise RuntimeError(f"the program launched no kernel named {kernel!r}: {out.strip()[-500:]}")
+    unknown = [METRICS[name] for name in METRICS if table[name].isna().all()]
+    if unknown:
+        warnings.warn(f"ncu gave no number for {', '.join(unknown)}", stacklevel=2)
+    return table
+
+
+def run_ncu(
+    program: Sequence[str], metrics: Mapping[str, str], *, options: Sequence[str] = (), about: str, timeout: float
+) -> str:
+    """The output of `ncu` on the launches that a program makes within `torch.cuda.profiler.profile`.
+
+    Args:
+        program: its command. metrics: by name, ncu's own. options: of `ncu`, besides.
+        about: what the program does, for errors. timeout: of all [s].
+
+    Raises:
+        RuntimeError: if `ncu` is missing or may not count, or the program fails or outlasts `timeout`.
     """
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute, or leave the counters out")
-    command = ["ncu", "--clock-control", "none", "--cache-control", "all", "--target-processes", "all"]
-    command += ["--profile-from-start", "off", "--csv", "--print-units", "base"]
-    command += ["--kernel-name-base", "function", "--kernel-name", kernel, "--metrics", ",".join(METRICS.values())]
-    command += [sys.executable, "-c", f"from {__name__} import make_calls; make_calls()", json.dumps(dict(arguments))]
+    command = ["ncu", "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off", "--csv"]
+    command += ["--print-units", "base", "--kernel-name-base", "function", *options]
+    command += ["--metrics", ",".join(metrics.values()), *program]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # In a session of its own: the program that ncu watches ends with it.
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         try:
             out, complaints = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"ncu took longer than {timeout:g} s over {dict(arguments)}") from None
+            raise RuntimeError(f"ncu took longer than {timeout:g} s over {about}") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -153,25 +175,24 @@ def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> p
         )
     if process.returncode:
         raise RuntimeError(f"ncu ended with status {process.returncode}: {output.strip()[-500:]}")
-    table = parse_counters(out)
-    if table.empty:
-        raise RuntimeError(f"the program launched no kernel named {kernel!r}: {output.strip()[-500:]}")
-    unknown = [METRICS[name] for name in METRICS if table[name].isna().all()]
-    if unknown:
-        warnings.warn(f"ncu gave no number for {', '.join(unknown)}", stacklevel=2)
-    return table
+    return output
 
 
-def parse_counters(text: str) -> pd.DataFrame:
-    """The table in what `ncu --csv` prints: a line a launch and metric, between lines of the program and of ncu."""
+def parse_counters(text: str, metrics: Mapping[str, str]) -> pd.DataFrame:
+    """The table in what `ncu --csv` prints: a line a launch and metric, between lines of the program and of ncu.
+
+    A row a launch, in order; columns: kernel, its name, and the metrics.
+    """
     lines = text.splitlines()
     header = next((n for n, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
     printed = "\n".join(line for line in lines[header:] if line.startswith('"'))
     if not printed:
-        return pd.DataFrame(columns=list(METRICS))
+        return pd.DataFrame(columns=["kernel", *metrics])
     launches = pd.read_csv(StringIO(printed), thousands=",")
     table = launches.pivot(index="ID", columns="Metric Name", values="Metric Value")
-    return table.reindex(columns=list(METRICS.values())).astype(float).set_axis(list(METRICS), axis=1)
+    table = table.reindex(columns=list(metrics.values())).astype(float).set_axis(list(metrics), axis=1)
+    table.insert(0, "kernel", launches.groupby("ID")["Kernel Name"].first())
+    return table
 
 
 def found_percent(table: pd.DataFrame) -> pd.Series:

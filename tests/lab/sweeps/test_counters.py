@@ -50,10 +50,10 @@ def ncu(tmp_path, monkeypatch):
 
 
 def test_every_launch_is_a_row_in_order_and_every_metric_a_column():
-    table = parse_counters(printed())
-    assert table.columns.tolist() == list(METRICS)
-    assert table.values.tolist() == [[10.0**n for n in range(len(METRICS))]] * 2
-    assert parse_counters("nothing").empty
+    table = parse_counters(printed(), METRICS)
+    assert table.columns.tolist() == ["kernel", *METRICS]
+    assert table.values.tolist() == [["forward_kernel", *(10.0**n for n in range(len(METRICS)))]] * 2
+    assert parse_counters("nothing", METRICS).empty
 
 
 def test_a_child_makes_the_calls_and_one_kernel_of_it_is_counted(ncu):
@@ -120,7 +120,9 @@ def test_each_call_is_made_once_before_the_one_that_is_counted(monkeypatch):
 
 
 def test_what_l2_finds_in_either_half_or_joins_is_found():
-    table = parse_counters(printed(1)).assign(l1_sectors=200, l2_sectors=150, l2_hit_sectors=90, far_hit_sectors=40)
+    table = parse_counters(printed(1), METRICS).assign(
+        l1_sectors=200, l2_sectors=150, l2_hit_sectors=90, far_hit_sectors=40
+    )
     assert found_percent(table).tolist() == [90.0]  # 20 of 200 sectors come from memory
 
 
