@@ -51,9 +51,9 @@ def parsed(text: str) -> list[Mutation]:
 
 
 MUTATIONS = parsed("""\
-hopper.forward, documents 0: keys of a document are read from the first row of all
--                first_row += place.origin
-+                first_row += 0
+hopper.tiles, documents 0: rows of a document are copied from the first row of all
+-        position += place.origin
++        position += 0
 hopper.forward, documents 0: lse of a document is written from the first row of all
 -            lse += place.origin
 -        q_tile
@@ -62,9 +62,11 @@ hopper.forward, documents 0: lse of a document is written from the first row of 
 hopper.forward, documents 1: a document drops what the first one drops
 -no_total, seed, drop_below, place.sequence, h)
 +no_total, seed, drop_below, b, h)
-hopper.backward, documents 0: queries of a document are read from the first row of all
--        position += place.origin
-+        position += 0
+hopper.backward, documents 0: lse of a document is read from the first row of all
+-        lse += place.origin
+-        delta
++        lse += 0
++        delta
 hopper.backward, documents 0: gradients of v are written from the first row of all
 -        dv += place.origin.to(gl.int64) * kv_heads * HEAD_DIM
 +        dv += 0

@@ -214,19 +214,11 @@ def _copy(
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if (read_count > 0) & inside:
             begin, n = range_of(start, w, r, o, tile.lowest, place.keys, CAUSAL)
-            row, residue = _coordinates(start + o, place, r, n, keys, PACKED)
+            row, residue = tiles.placed_coordinates(start + o, place, r, n, keys, PACKED)
             block = _copy_segment(
                 q_descriptors[i], d_descriptors[i], lse, delta, shared, block, begin, n, row, residue, start + o, r,
                 b, g, sizes,
             )  # fmt: skip
-
-
-@gluon.jit
-def _coordinates(position, place, r, n, keys, PACKED: gl.constexpr):
-    """`tiles.segment_coordinates` of n rows from a position of the tile's sequence or document on."""
-    if PACKED:
-        position += place.origin
-    return tiles.segment_coordinates(position, r, n, keys)
 
 
 @gluon.jit
@@ -281,7 +273,7 @@ def _add(
             inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
             if (read_count > 0) & inside:
                 begin, n = range_of(start, w, r, o, tile.lowest, place.keys, CAUSAL)
-                row, residue = _coordinates(start + o, place, r, n, keys, PACKED)
+                row, residue = tiles.placed_coordinates(start + o, place, r, n, keys, PACKED)
                 for member in range(group):
                     for j in range(begin, n, shared.q_tiles.shape[2]):
                         if is_first:

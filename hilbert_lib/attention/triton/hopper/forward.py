@@ -137,10 +137,7 @@ def copy_keys(
             n, _, end = geometry.key_range(
                 start, w, r, o, place.keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
             )
-            first_row = start + o
-            if PACKED:
-                first_row += place.origin
-            row, residue = tiles.segment_coordinates(first_row, r, n, keys)
+            row, residue = tiles.placed_coordinates(start + o, place, r, n, keys, PACKED)
             branch = i
             if DROPOUT:
                 branch = gl.load(branch_ids + i)

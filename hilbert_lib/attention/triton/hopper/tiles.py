@@ -161,6 +161,14 @@ def segment_coordinates(position, r, n, length):
 
 
 @gluon.jit
+def placed_coordinates(position, place, r, n, length, PACKED: gl.constexpr):
+    """The same from a position of the tile's sequence or document on; `place` is the tile's `geometry.Place`."""
+    if PACKED:
+        position += place.origin
+    return segment_coordinates(position, r, n, length)
+
+
+@gluon.jit
 def arrive(barrier, THREADS: gl.constexpr = 288):
     """Arrive at one of the hardware's barriers without waiting; for THREADS see `meet`.
 
