@@ -222,10 +222,11 @@ def backward(
         of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
         of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
         of_rows = made_delta if delta is None else delta
-        launches = [] if made_delta is None else [plain.delta_of(dout, out, made_delta, dlse)]
         if inputs.bias is not None:
             of_tables = _of_tables(inputs.bias, request, tables[0], flipped=tables[1], sums=sums, bounds=bounds)
-            launches = [of_tables, _of_bounds(dout, out, lse, dlse, inputs, request, made_delta, bounds)]
+            launches = [of_tables, _of_bounds(dout, out, lse, dlse, inputs, request, of_rows, bounds)]
+        else:
+            launches = [plain.delta_of(dout, out, of_rows, dlse)] if delta is None else []
         for tensors, heads, table in ((of_queries, q.shape[2], tables[0]), (of_keys, k.shape[2], tables[1])):
             kernel, rings = (wide_backward_kernel, WIDE_RINGS) if is_wide(q) else (backward_kernel, RINGS)
             (stages, b_stages), buffers = rings[_parts_of(q)[-1], tensors is of_keys], BUFFERS
@@ -249,10 +250,8 @@ def backward(
     call = (*inputs, dout, out, lse, dlse, delta, *plain.tensors_of(request, q.device))
     of_delta = Made(plain.by_row(q), torch.float32) if delta is None else None
     grads = plain.gradients_of(inputs, in_float)
-    made, finish = (
-        (of_delta, sums, bounds, *grads, *tables, *plain.totals_of(inputs)),
-        partial(plain.with_totals, 3, -2),
-    )
+    made = of_delta, sums, bounds, *grads, *tables, *plain.totals_of(inputs)
+    finish = partial(plain.with_totals, 3, -2)
     return start(starts, call, "grid backward on hopper", *request.options, made=made, finish=finish)
 
 
