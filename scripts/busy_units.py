@@ -6,7 +6,7 @@
 Each work is called once to compile and once under `ncu`, in a process of its own. A row is a launch: its time, the
 share of cycles in which the tensor cores, the unit of exponentials and the issue of instructions are busy while the
 multiprocessors are, the share of the memory's rate, and the share of the time in which the multiprocessors have work.
-Where no share is near 100, steps wait for each other. bfloat16, "hopper" but for lists. Needs a Hopper GPU and `ncu`.
+Where no share is near 100, something else binds, often a chain of steps. bfloat16, "hopper" but for lists. Needs a Hopper GPU and `ncu`.
 """
 
 import subprocess

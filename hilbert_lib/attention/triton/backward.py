@@ -54,7 +54,7 @@ def _delta_of(out, dlse, rows, scalars, d_tile, exists, HEAD_DIM: tl.constexpr):
 def scale_kernel(sums, out, scale, count, BLOCK: tl.constexpr):
     """out, contiguous as sums (float32) are, is sums times scale; `count` elements, a multiple of 8."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    # Eight elements exist or do not: with a mask of each element the compiler would move them one by one.
+    # Eight elements share a mask: with one mask an element the compiler would move them one by one.
     exists = place // 8 < count // 8  # [BLOCK]
     products = tl.load(sums + place, mask=exists, other=0.0) * scale  # [BLOCK]
     tl.store(out + place, products.to(out.dtype.element_ty), mask=exists)

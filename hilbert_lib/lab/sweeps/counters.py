@@ -126,7 +126,7 @@ def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> p
     """Hardware counters of the `calls` of these arguments: each made once to warm up, and once under `ncu`.
 
     A row a launch of `kernel`, a name or "regex:" and an expression, in order; NaN, and a warning, for what `ncu` does
-    not know. RuntimeError: as of `run_ncu`, or where the program launches no such kernel.
+    not know. RuntimeError: as `run_ncu`, or where the program launches no such kernel.
     """
     program = [sys.executable, "-c", f"from {__name__} import make_calls; make_calls()", json.dumps(dict(arguments))]
     options = ["--cache-control", "all", "--kernel-name", kernel]
@@ -146,7 +146,7 @@ def run_ncu(
     """The output of `ncu` on the launches that a program makes within `torch.cuda.profiler.profile`.
 
     Args:
-        program: its command. metrics: by name, ncu's own. options: of `ncu`, besides.
+        program: its command. metrics: ncu's names, by ours. options: more options of `ncu`.
         about: what the program does, for errors. timeout: of all [s].
 
     Raises:

@@ -418,10 +418,10 @@ def _started(total: int, programs: int, rounds: int) -> int:
 
 @cache
 def largest_prime(most: int) -> int:
-    """The largest prime number up to `most`, at least 2: as many programs as share strided tiles of keys.
+    """The largest prime number up to `most`: the number of programs that share strided tiles of keys.
 
-    Program p takes the tiles p, p + programs, ... With strides as many queries see every second tile along an axis, or
-    every fourth. So a number of programs with a common divisor would give some of them the long tiles alone.
+    Program p takes the tiles p, p + programs, ... With strides every second or fourth tile along an axis has more boxes
+    of queries. Some programs would get all long tiles, if their number had a common divisor with that pattern.
 
     >>> largest_prime(132), largest_prime(114)
     (131, 113)

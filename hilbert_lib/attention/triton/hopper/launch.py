@@ -16,7 +16,8 @@ from hilbert_lib.attention.triton.packed import Places, scheduled_length
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.patterns.dilated import DilatedPattern
 
-# By columns: the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is recorded in reports/h200.
+# By columns: on the reference work the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is
+# recorded in reports/h200.
 HOPPER_FORWARD = {
     32: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
     64: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
