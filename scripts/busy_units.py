@@ -3,10 +3,11 @@
     python scripts/busy_units.py
     python scripts/busy_units.py --work "window 3" --work "head_dim 32"
 
-Each work is called once to compile and once under `ncu`, in a process of its own. A row is a launch: its time, the
-share of cycles in which the tensor cores, the unit of exponentials and the issue of instructions are busy while the
-multiprocessors are, the share of the memory's rate, and the share of the time in which the multiprocessors have work.
-Where no share is near 100, something else binds, often a chain of steps. bfloat16, "hopper" but for lists. Needs a Hopper GPU and `ncu`.
+Each work is called once to compile and once under `ncu`, in a process of its own. A row is a launch: its time; the
+share of cycles in which the tensor cores and the issue of instructions are busy while the multiprocessors are; the
+shares of the peak rates of exponentials and of the memory; and the share of the time in which the multiprocessors have
+work. Where no share is near 100, something else binds, often a chain of steps. bfloat16, "hopper" but for lists. Needs
+a Hopper GPU and `ncu`.
 """
 
 import subprocess
