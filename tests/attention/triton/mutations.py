@@ -70,7 +70,7 @@ hopper.backward, documents 0: lse of a document is read from the first row of al
 hopper.backward, documents 0: gradients of v are written from the first row of all
 -        dv += place.origin.to(gl.int64) * kv_heads * HEAD_DIM
 +        dv += 0
-hopper.backward, documents 4: a document ends where the last one does
+hopper.backward, documents 3: a document ends where the last one does
 -                begin, n = range_of(start, w, r, o, tile.lowest, place.keys, CAUSAL)
 -                origin = start + o
 +                begin, n = range_of(start, w, r, o, tile.lowest, keys, CAUSAL)
