@@ -2,6 +2,7 @@
 
 # Each command imports what it needs, so that --help does not wait for torch.
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,26 +112,42 @@ def backends(lengths, gradient, **sizes) -> None:
 
 @bench.command()
 @click.argument("works", nargs=-1, required=True, metavar="WORK...")
+@click.option("--stride", default="1", show_default=True, metavar="CELLS", help="Of all axes, or of each, as 16x8x8.")
+@click.option("--causal", is_flag=True, help="No cell sees one behind it, along all axes.")
 @dtype_option
 @click.option("--gradient", is_flag=True, help="Time forward and backward together.")
-def grids(works, dtype, gradient) -> None:
+def grids(works, stride, causal, dtype, gradient) -> None:
     """Time the backends that can serve a window on a grid, and remember their order, as `backends` does.
 
-    A WORK names grid, window, heads and head_dim. Cells are stored row by row.
+    A WORK names grid, window, heads and head_dim. Cells are stored row by row. Groups of as many cells as the stride
+    share a window. A dilation of all axes follows the window after a colon.
 
     \b
-    Example: hilbert bench grids "256x256 33x33 8x128" "30x48x80 7x13x13 4x64" --gradient
+    Example: hilbert bench grids "256x256 33x33 8x128" "257x257 33x33:2 8x128" --gradient
+    Example: hilbert bench grids "30x48x80 18x24x24 24x128" --stride 16x8x8
+    Example: hilbert bench grids "32768 1024 16x128" --causal
     """
     from hilbert_lib.lab.workload import Workload
 
     with usage_errors():
         where = _where(dtype)
         named = {text: Workload.on_grid(text, **where) for text in works}
+        named = {text: _with_steps(work, stride, causal) for text, work in named.items()}
     _measure(named, gradient)
 
 
+def _with_steps(work: "Workload", stride: str, causal: bool) -> "Workload":
+    """The work with a stride, in words, and causal or not."""
+    try:
+        first, *others = (int(cells) for cells in stride.split("x"))
+    except ValueError:
+        raise ValueError(f"stride must be a number, or one for each axis, as 16x8x8; got {stride!r}") from None
+    near = replace(work.pattern, stride=(first, *others) if others else first, is_causal=causal)
+    return replace(work, pattern=near)
+
+
 def _measure(works: "dict[str, Workload]", gradient: bool) -> None:
-    """Print and keep the times of backends over the fastest one's, work by work."""
+    """Print and keep the times of backends over the fastest one's, work by work; beside them useful TFLOP/s."""
     from hilbert_lib.attention.measured_rules import folder
     from hilbert_lib.lab.selection import measured_times, remember_times
     from hilbert_lib.limits.config import SafetyConfig
@@ -141,7 +158,10 @@ def _measure(works: "dict[str, Workload]", gradient: bool) -> None:
         with usage_errors():
             times, medians = measured_times(work, gradient=gradient)
         fastest = min(times.values())
-        told = ", ".join(f"{name} {time / fastest:.2f} ({medians[name]:.3g} ms)" for name, time in times.items())
+        useful = work.useful
+        flop = useful.flop_forward + (useful.flop_backward if gradient else 0)
+        rates = {name: f"{medians[name]:.3g} ms, {flop / medians[name] / 1e9:.3g} TFLOP/s" for name in times}
+        told = ", ".join(f"{name} {time / fastest:.2f} ({rates[name]})" for name, time in times.items())
         click.echo(f"{name}  {told}")
         try:
             click.echo(f"kept in {remember_times(work, times, medians, gradient=gradient)}")

@@ -268,13 +268,18 @@ class Workload:
 
 
 def fields_of(pattern: Pattern) -> dict:
-    """A pattern in a record: dilations and strides where there are any."""
+    """A pattern in a record: dilations, strides and causal axes where there are any.
+
+    >>> fields_of(Neighbourhood((8, 8), 3, is_causal=(True, False)))
+    {'grid': [8, 8], 'window': [3, 3], 'causal': [True, False]}
+    """
     if isinstance(pattern, DilatedPattern):
         return {"branches": " ".join(f"{w}:{r}" for w, r in pattern.branches)}
     if isinstance(pattern, Neighbourhood):
         steps = {name: list(getattr(pattern, name)) for name in ("dilation", "stride")}
         steps = {name: values for name, values in steps.items() if set(values) != {1}}
-        return {"grid": list(pattern.shape), "window": list(pattern.window), **steps}
+        causal = {"causal": list(pattern.is_causal)} if any(pattern.is_causal) else {}
+        return {"grid": list(pattern.shape), "window": list(pattern.window), **steps, **causal}
     if isinstance(pattern, PointNeighbourhood):
         return {"points": pattern.lists.queries, "window": list(pattern.window)}
     if isinstance(pattern, Union):

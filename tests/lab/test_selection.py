@@ -1,6 +1,7 @@
 """Measured choices: what is compared, what the tables say of it, and the command that remembers it."""
 
 import json
+import re
 import weakref
 from dataclasses import replace
 from itertools import product
@@ -182,6 +183,8 @@ def test_a_grid_is_measured_as_a_sequence_is(monkeypatch):
     assert explanation.chosen == chosen in ("eager", "sdpa")
     told, kept = call("bench", "grids", "8x8 3x3 2x8").splitlines()
     assert told.startswith(f"8x8 3x3 2x8  {explain_backend(q, q, q, near).chosen} 1.00 (")
+    milliseconds, rate = map(float, re.search(r" 1\.00 \((\S+) ms, (\S+) TFLOP/s\)", told).groups())
+    assert rate * milliseconds == pytest.approx(4 * 2 * 8 * near.pairs / 1e9, rel=0.02)  # both in three digits
     assert kept.startswith("kept in ")
     assert "works must be grids, windows" in call("bench", "grids", "8x8 0x3 2x8", status=2)
     order = Ordering.from_curve("hilbert", 64, grid=(8, 8))
@@ -192,6 +195,26 @@ def test_a_grid_is_measured_as_a_sequence_is(monkeypatch):
         select_attention_backend(q, q, q, both, benchmark_backends=True)
     with pytest.raises(ValueError, match="False where ordering is given"):
         select_attention_backend(q, q, q, near, benchmark_backends=True, ordering=order)
+
+
+def test_windows_with_a_stride_and_causal_ones_are_measured_as_others(monkeypatch):
+    backends = backends_for(Neighbourhood((8, 8), 3).of_heads(2))
+    monkeypatch.setitem(backends, "sdpa", replace(backends["reference"], name="sdpa"))
+    q = torch.randn(1, 64, 2, 8)
+    for words, near in (
+        (["8x8 4x4 2x8", "--stride", "2x1"], Neighbourhood((8, 8), 4, stride=(2, 1))),
+        (["8x8 4x4 2x8", "--stride", "2", "--causal"], Neighbourhood((8, 8), 4, stride=2, is_causal=True)),
+    ):
+        assert not explain_backend(q, q, q, near).is_measured
+        call("bench", "grids", *words)
+        assert explain_backend(q, q, q, near).is_measured
+    assert not explain_backend(q, q, q, Neighbourhood((8, 8), 4)).is_measured
+    for wrong, said in (
+        ("2y1", "stride must be a number, or one for each axis, as 16x8x8; got '2y1'"),
+        ("5", "stride must be at most the window of axis 0, 4; got 5"),
+        ("2x2x2", "stride must be one value or one for each of the 2 axes, got (2, 2, 2)"),
+    ):
+        assert said in call("bench", "grids", "8x8 4x4 2x8", "--stride", wrong, status=2)
 
 
 def test_a_pattern_in_which_groups_of_heads_differ_is_measured():
