@@ -75,7 +75,7 @@ NARROW = (
     (7, 32, 0.0, HIDDEN[1], True),
     (10, 8, 0.0, HIDDEN[2], False),
     (5, 32, 0.1, "none", False),
-    (12, 32, 0.7, "none", True),
+    (2, 32, 0.7, "none", True),
     (19, 16, 0.1, HIDDEN[3], True),
     (22, 32, 0.1, HIDDEN[0], False),
 )
