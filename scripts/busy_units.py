@@ -18,7 +18,7 @@ import click
 import torch
 
 from hilbert_lib import DilatedPattern, Neighbourhood, dilated_attention, neighbourhood_attention
-from hilbert_lib.lab.sweeps.counters import parse_counters, run_ncu
+from hilbert_lib.lab.sweeps.counters import run_ncu
 from hilbert_lib.patterns.pattern import Pattern
 
 REFERENCE = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
@@ -88,8 +88,7 @@ def watch_calls(name: str) -> None:
 def rows_of(name: str) -> Iterator[list[str]]:
     """The cells of a work's launches; time in milliseconds, all else in %."""
     program = [sys.executable, __file__, ONE_WORK, name]
-    printed = run_ncu(program, METRICS, options=["--kernel-name", KERNELS], about=name, timeout=SECONDS)
-    for launch in parse_counters(printed, METRICS).itertuples(index=False):
+    for launch in run_ncu(program, METRICS, kernel=KERNELS, about=name, timeout=SECONDS).itertuples(index=False):
         kernel, nanoseconds, *shares, active, elapsed = launch
         yield [
             name,

@@ -113,7 +113,7 @@ def backends(lengths, gradient, **sizes) -> None:
 @bench.command()
 @click.argument("works", nargs=-1, required=True, metavar="WORK...")
 @click.option("--stride", default="1", show_default=True, metavar="CELLS", help="Of all axes, or of each, as 16x8x8.")
-@click.option("--causal", is_flag=True, help="No cell sees one behind it, along all axes.")
+@click.option("--causal", is_flag=True, help="No cell sees one after it, along any axis.")
 @dtype_option
 @click.option("--gradient", is_flag=True, help="Time forward and backward together.")
 def grids(works, stride, causal, dtype, gradient) -> None:
@@ -132,17 +132,20 @@ def grids(works, stride, causal, dtype, gradient) -> None:
     with usage_errors():
         where = _where(dtype)
         named = {text: Workload.on_grid(text, **where) for text in works}
-        named = {text: _with_steps(work, stride, causal) for text, work in named.items()}
+        named = {text: _with_steps(text, work, stride, causal) for text, work in named.items()}
     _measure(named, gradient)
 
 
-def _with_steps(work: "Workload", stride: str, causal: bool) -> "Workload":
-    """The work with a stride, in words, and causal or not."""
+def _with_steps(text: str, work: "Workload", stride: str, causal: bool) -> "Workload":
+    """The work that a text names, with a stride, in words, and causal or not."""
     try:
         first, *others = (int(cells) for cells in stride.split("x"))
     except ValueError:
         raise ValueError(f"stride must be a number, or one for each axis, as 16x8x8; got {stride!r}") from None
-    near = replace(work.pattern, stride=(first, *others) if others else first, is_causal=causal)
+    try:
+        near = replace(work.pattern, stride=(first, *others) if others else first, is_causal=causal)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
     return replace(work, pattern=near)
 
 

@@ -107,7 +107,8 @@ class Workload:
         """Fields that distinguish it, for a record."""
         names = ("length", "heads", "head_dim", "is_causal", "dtype")
         groups = {} if self.kv_heads == self.heads else {"kv_heads": self.kv_heads}
-        return fields_of(self.pattern) | {name: getattr(self, name) for name in names} | groups
+        of_pattern = fields_of(self.pattern)
+        return of_pattern | {name: getattr(self, name) for name in names if name not in of_pattern} | groups
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -271,14 +272,14 @@ def fields_of(pattern: Pattern) -> dict:
     """A pattern in a record: dilations, strides and causal axes where there are any.
 
     >>> fields_of(Neighbourhood((8, 8), 3, is_causal=(True, False)))
-    {'grid': [8, 8], 'window': [3, 3], 'causal': [True, False]}
+    {'grid': [8, 8], 'window': [3, 3], 'is_causal': [True, False]}
     """
     if isinstance(pattern, DilatedPattern):
         return {"branches": " ".join(f"{w}:{r}" for w, r in pattern.branches)}
     if isinstance(pattern, Neighbourhood):
         steps = {name: list(getattr(pattern, name)) for name in ("dilation", "stride")}
         steps = {name: values for name, values in steps.items() if set(values) != {1}}
-        causal = {"causal": list(pattern.is_causal)} if any(pattern.is_causal) else {}
+        causal = {"is_causal": list(pattern.is_causal)} if any(pattern.is_causal) else {}
         return {"grid": list(pattern.shape), "window": list(pattern.window), **steps, **causal}
     if isinstance(pattern, PointNeighbourhood):
         return {"points": pattern.lists.queries, "window": list(pattern.window)}

@@ -211,7 +211,7 @@ def test_windows_with_a_stride_and_causal_ones_are_measured_as_others(monkeypatc
     assert not explain_backend(q, q, q, Neighbourhood((8, 8), 4)).is_measured
     for wrong, said in (
         ("2y1", "stride must be a number, or one for each axis, as 16x8x8; got '2y1'"),
-        ("5", "stride must be at most the window of axis 0, 4; got 5"),
+        ("5", "'8x8 4x4 2x8': stride must be at most the window of axis 0, 4; got 5"),
         ("2x2x2", "stride must be one value or one for each of the 2 axes, got (2, 2, 2)"),
     ):
         assert said in call("bench", "grids", "8x8 4x4 2x8", "--stride", wrong, status=2)

@@ -126,14 +126,11 @@ def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> p
     """Hardware counters of the `calls` of these arguments: each made once to warm up, and once under `ncu`.
 
     A row a launch of `kernel`, a name or "regex:" and an expression, in order; NaN, and a warning, for what `ncu` does
-    not know. RuntimeError: as `run_ncu`, or where the program launches no such kernel.
+    not know. RuntimeError: as `run_ncu`.
     """
     program = [sys.executable, "-c", f"from {__name__} import make_calls; make_calls()", json.dumps(dict(arguments))]
-    options = ["--cache-control", "all", "--kernel-name", kernel]
-    out = run_ncu(program, METRICS, options=options, about=str(dict(arguments)), timeout=timeout)
-    table = parse_counters(out, METRICS).drop(columns="kernel")
-    if table.empty:
-        raise RuntimeError(f"the program launched no kernel named {kernel!r}: {out.strip()[-500:]}")
+    how = {"options": ["--cache-control", "all"], "about": str(dict(arguments)), "timeout": timeout}
+    table = run_ncu(program, METRICS, kernel=kernel, **how).drop(columns="kernel")
     unknown = [METRICS[name] for name in METRICS if table[name].isna().all()]
     if unknown:
         warnings.warn(f"ncu gave no number for {', '.join(unknown)}", stacklevel=2)
@@ -141,21 +138,24 @@ def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> p
 
 
 def run_ncu(
-    program: Sequence[str], metrics: Mapping[str, str], *, options: Sequence[str] = (), about: str, timeout: float
-) -> str:
-    """The output of `ncu` on the launches that a program makes within `torch.cuda.profiler.profile`.
+    program: Sequence[str], metrics: Mapping[str, str], *, kernel: str, options: Sequence[str] = (), about: str,
+    timeout: float,
+) -> pd.DataFrame:  # fmt: skip
+    """The table of `parse_counters` for the launches that a program makes within `torch.cuda.profiler.profile`.
 
     Args:
-        program: its command. metrics: ncu's names, by ours. options: more options of `ncu`.
+        program: its command. metrics: ncu's names, by ours.
+        kernel: the name of the launches that count, or "regex:" and an expression. options: more options of `ncu`.
         about: what the program does, for errors. timeout: of all [s].
 
     Raises:
-        RuntimeError: if `ncu` is missing or may not count, or the program fails or outlasts `timeout`.
+        RuntimeError: if `ncu` is missing or may not count, or the program fails, outlasts `timeout` or launches no such
+            kernel.
     """
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute, or leave the counters out")
     command = ["ncu", "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off", "--csv"]
-    command += ["--print-units", "base", "--kernel-name-base", "function", *options]
+    command += ["--print-units", "base", "--kernel-name-base", "function", "--kernel-name", kernel, *options]
     command += ["--metrics", ",".join(metrics.values()), *program]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # In a session of its own: the program that ncu watches ends with it.
@@ -175,7 +175,10 @@ def run_ncu(
         )
     if process.returncode:
         raise RuntimeError(f"ncu ended with status {process.returncode}: {output.strip()[-500:]}")
-    return output
+    table = parse_counters(out, metrics)
+    if table.empty:
+        raise RuntimeError(f"the program launched no kernel named {kernel!r}: {output.strip()[-500:]}")
+    return table
 
 
 def parse_counters(text: str, metrics: Mapping[str, str]) -> pd.DataFrame:

@@ -1,5 +1,7 @@
 """scripts/busy_units.py prints what ncu counts of each work's launches."""
 
+import sys
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -9,19 +11,25 @@ script = load_script("busy_units")
 HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 
 
-def test_a_row_is_a_launch_with_the_shares_of_its_units(monkeypatch):
-    def printed(program, metrics, *, about, **_):
-        assert program[-2:] == ["--call", about]
-        values = dict(zip(metrics.values(), ("1,500,000", 40, 30, 20, 10, 750, "1,000"), strict=True))
-        lines = [f'"0","7","forward_kernel","","{metric}","","{value}"' for metric, value in values.items()]
-        return "\n".join([HEADER, *lines])
-
-    monkeypatch.setattr(script, "run_ncu", printed)
+def install(folder, monkeypatch, *lines: str) -> None:
+    """A stand-in for ncu that prints some lines, and a complaint in quotation marks beside them."""
+    printed = "\n".join(lines)
+    complaint = '"torch.something" is deprecated'
+    text = f"#!{sys.executable}\nimport sys\nprint({printed!r})\nprint({complaint!r}, file=sys.stderr)\n"
+    (folder / "ncu").write_text(text)
+    (folder / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_a_row_is_a_launch_with_the_shares_of_its_units(monkeypatch, tmp_path):
+    values = dict(zip(script.METRICS.values(), ("1,500,000", 40, 30, 20, 10, 750, "1,000"), strict=True))
+    rows = [f'"0","7","forward_kernel","","{metric}","","{value}"' for metric, value in values.items()]
+    install(tmp_path, monkeypatch, "==PROF== Connected", HEADER, *rows)
     done = CliRunner().invoke(script.main, ["--work", "window 3", "--work", "causal"], catch_exceptions=False)
-    rows = [line.strip("| ").split(" | ") for line in done.output.splitlines()[2:]]
+    shown = [line.strip("| ").split(" | ") for line in done.output.splitlines()[2:]]
     cells = ["forward_kernel", "1.500", "40", "30", "20", "10", "75"]
-    assert rows == [["window 3", *cells], ["causal", *cells]]
+    assert shown == [["window 3", *cells], ["causal", *cells]]
 
 
 def test_without_a_gpu_or_ncu_it_says_so(monkeypatch):
@@ -33,6 +41,13 @@ def test_without_a_gpu_or_ncu_it_says_so(monkeypatch):
     done = CliRunner().invoke(script.main, ["--work", "grid"])
     assert done.exit_code == 1
     assert "Error: grid: ncu is not on the PATH" in done.output
+
+
+def test_a_work_without_a_launch_is_said(monkeypatch, tmp_path):
+    install(tmp_path, monkeypatch, "==WARNING== No kernels were profiled.")
+    done = CliRunner().invoke(script.main, ["--work", "grid"])
+    assert done.exit_code == 1
+    assert "Error: grid: the program launched no kernel named 'regex:_kernel$': ==WARNING== No kernels" in done.output
 
 
 @pytest.mark.parametrize("name", ["window 3", "mask", "64 sequences"])
