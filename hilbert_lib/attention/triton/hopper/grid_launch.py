@@ -291,7 +291,7 @@ def _start(
     is_of_keys, at_once = named.get("OF_KEYS", False), programs * multiprocessors(q.device)
     total = form.tiles[is_of_keys] * q.shape[0] * heads
     if is_of_keys and _is_strided(near):
-        at_once = largest_prime(at_once)
+        at_once = programs_of_strided_keys(total, at_once)
     rules = plain.rules(inputs, request)
     named = rules | {"part": rules["boxes"]} | named | dict(zip(moves, steps, strict=True)) | {
         "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": parts[0], "BLOCK_E": parts[-1],
@@ -416,16 +416,22 @@ def _started(total: int, programs: int, rounds: int) -> int:
     return full * programs + min(programs, total - full * length)
 
 
-@cache
-def largest_prime(most: int) -> int:
-    """The largest prime number up to `most`: the number of programs that share strided tiles of keys.
+def programs_of_strided_keys(tiles: int, most: int) -> int:
+    """The number of programs, up to `most`, that share so many strided tiles of keys: the largest prime number.
 
     Program p takes the tiles p, p + programs, ... With strides every second or fourth tile along an axis has more boxes
-    of queries. Some programs would get all long tiles, if their number had a common divisor with that pattern.
+    of queries. Some programs would get all long tiles, if their number had a common divisor with that pattern. Few
+    tiles may need one round more by the prime, which costs more than that: then all take part.
 
-    >>> largest_prime(132), largest_prime(114)
-    (131, 113)
+    >>> programs_of_strided_keys(4096, 132), programs_of_strided_keys(132, 132)
+    (131, 132)
     """
+    prime = _largest_prime(most)
+    return prime if 31 * ceil(tiles / prime) <= 32 * ceil(tiles / most) else most
+
+
+@cache
+def _largest_prime(most: int) -> int:
     return next(n for n in range(most, 0, -1) if all(n % divisor for divisor in range(2, int(n**0.5) + 1)))
 
 
