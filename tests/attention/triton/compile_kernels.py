@@ -429,6 +429,7 @@ PLANE = Neighbourhood((64, 64), 17)
 STRIDED = Neighbourhood((64, 64), 33, stride=8)
 WHOLE = Neighbourhood((64, 64), 32, stride=16)
 SMALL = Neighbourhood((64, 64), 3)
+UNEVEN = Neighbourhood((64, 65), 17, dilation=2)
 VOLUME = Neighbourhood((12, 24, 24), (3, 5, 7), dilation=(1, 2, 1), edge=("wrap", "clip", "shift"))
 
 
@@ -451,8 +452,15 @@ def for_grids_by_dtype() -> dict[str, tuple]:
 
 
 def strided_kernels() -> dict[str, tuple]:
-    """The kernels by boxes of a plane with strides; the forwards with boxes of keys of another form than a group's."""
-    strided = {f"hopper strided {name} 128": call for name, call in launched(box_launch, 128, STRIDED, False)}
+    """The kernels by boxes of a plane with strides, and of residues of two sizes (one launch of each).
+
+    Of forwards also those with boxes of keys of another form than a group's.
+    """
+    strided = {
+        f"hopper {of} {name} 128": call
+        for of, near in (("strided", STRIDED), ("uneven", UNEVEN))
+        for name, call in launched(box_launch, 128, near, False)
+    }
     others = ("whole", 128, WHOLE), ("small", 64, SMALL), ("small", 128, SMALL)
     return strided | {
         f"hopper {of} {name} {columns}": call

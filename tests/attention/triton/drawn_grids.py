@@ -1,5 +1,6 @@
 """Random calls of neighbourhood attention that the warp-specialised kernels serve, and what is right, in float64."""
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import NamedTuple
@@ -79,6 +80,7 @@ WHOLE = {
     "volume": ((Neighbourhood((4, 16, 24), (2, 16, 8), stride=(2, 8, 8)),), 1),
     "frames by columns": ((Neighbourhood((4, 12, 16), (4, 8, 8), stride=(1, 4, 8)),), 0),
     "all frames": ((Neighbourhood((6, 16, 16), (6, 8, 16), stride=(1, 8, 16)),), 0),
+    "residues of two sizes": ((Neighbourhood((65, 49), 16, stride=(16, 8), dilation=2),), 70),
 }  # fmt: skip
 
 # A volume for each shape of a box.
@@ -140,6 +142,17 @@ def biased(number: int) -> Case:
     # Of its one extra key p dp (norm 113) and p delta (82) are more than their difference (63). So the rounding of
     # weights and out to bfloat16 is 3.6e-3 of the gradient, and all rounding 4.2e-3. Of 70 keys it is 2.5e-3 in all.
     return case._replace(extra=70) if number == ONE_EXTRA_KEY else case
+
+
+# The numbers of cases with an axis that `uneven` lengthens.
+UNEVEN = (3, 6, 7, 10, 13, 14, 19)
+
+
+def uneven(number: int) -> Case:
+    """The same on a grid whose sides are no multiples of its dilations, where its axes allow that."""
+    case = drawn(number)
+    sides = [axis.cells + (0 if axis.edge == "wrap" else axis.dilation - 1) for axis in case.windows[0].axes]
+    return case._replace(windows=tuple(replace(near, shape=sides) for near in case.windows))
 
 
 @cache

@@ -71,6 +71,9 @@ class Value:
 
     __int__ = __index__
 
+    def __neg__(self):
+        return Value(-self.array, self.dtype)
+
     def to(self, dtype, bitcast=False):
         if bitcast and dtype is gl.uint32:
             return Value(self.array.astype(np.uint32), dtype)

@@ -6,6 +6,7 @@ The library's own launches find boxes, descriptors and arguments, as on a Hopper
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from drawn_grids import (
     ONE_EXTRA_KEY,
     QUERY_BOXES,
     SPECIAL,
+    UNEVEN,
     VOLUMES,
     Case,
     biased,
@@ -27,6 +29,7 @@ from drawn_grids import (
     drawn,
     expected,
     special,
+    uneven,
     whole,
     wide,
 )
@@ -87,6 +90,11 @@ def results_of(sources, case: Case, is_forward_given: bool = False) -> Iterator[
     yield from zip(names[:count], grads[:count], strict=True)
 
 
+def rules_of(grids, near: Neighbourhood):
+    (residues,) = grids._residues_of(near)
+    return grids._form(near, None, grids._tiling_of(near), residues).rules
+
+
 def fault_of(sources, case: Case, is_forward_given: bool = False) -> str | None:
     try:
         for (name, found), right in zip(results_of(sources, case, is_forward_given), expected(case)[3], strict=True):
@@ -116,6 +124,26 @@ def test_two_parts_of_columns_equal_the_oracle(sources, number):
     assert fault_of(sources, wide(number)) is None
     modules = [each.kernel.__module__ for each in sources.starts]
     assert [name for name in modules if ".hopper." in name] == WIDE_KERNELS
+
+
+def check_launches(sources, case: Case, kernels: list[str]) -> None:
+    """The kernels equal the oracle, and each has a launch for every size that residues have."""
+    assert fault_of(sources, case) is None
+    found = [name for name in (each.kernel.__module__ for each in sources.starts) if name in kernels]
+    sizes = prod(1 + (axis.cells % axis.dilation > 0) for axis in case.windows[0].axes)
+    assert found == [name for name in kernels for _ in range(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "case"),
+    [
+        *[pytest.param(KERNELS, uneven(n), id=f"{n}") for n in UNEVEN],
+        *[pytest.param(KERNELS, uneven(n)._replace(has_bias=True), id=f"bias, {n}") for n in (6, 19)],
+        pytest.param(WIDE_KERNELS, uneven(13)._replace(head_dim=192), id="wide"),
+    ],
+)
+def test_residues_of_each_size_have_a_launch_of_their_own(sources, kernels, case):
+    check_launches(sources, case, kernels)
 
 
 @pytest.mark.parametrize("head_dim", MANY_PROGRAMS)
@@ -154,9 +182,7 @@ def test_queries_of_a_tile_share_a_window_of_whole_boxes_where_it_is_said(source
 
 @pytest.mark.parametrize("name", WHOLE_WINDOWS)
 def test_windows_of_whole_boxes_equal_the_oracle(sources, name):
-    assert fault_of(sources, whole(name)) is None
-    modules = [each.kernel.__module__ for each in sources.starts]
-    assert [name for name in modules if ".hopper." in name] == WHOLE_KERNELS
+    check_launches(sources, whole(name), WHOLE_KERNELS)
 
 
 @pytest.mark.parametrize("edge", EDGE_RULES)
@@ -166,7 +192,7 @@ def test_a_tile_of_keys_walks_over_the_groups_of_queries_that_see_it_and_no_othe
         if stride > window:
             continue
         near = Neighbourhood((cells,), window, stride=stride, **EDGE_RULES[edge])
-        (axis,), rules = near.axes, grids._form(near, None, grids._tiling_of(near)).rules
+        (axis,), rules = near.axes, rules_of(grids, near)
         for first in range(0, cells, 8):
             start, end = find(*(emulator.Value(np.int64(x)) for x in (first, cells, window)), 8, 2, rules)
             sees = axis.attends(torch.arange(cells)[:, None], torch.arange(first, min(first + 8, cells))).any(1)
@@ -426,9 +452,7 @@ def test_who_sees_a_key_of_a_long_axis_is_found_in_32_bits(sources, side, window
     keys = np.array([0, 1, side // 2, side - 2, side - 1])
     find = sources.module(f"{emulator.PACKAGE}.hopper.boxes").seers_of
     numbers = (emulator.Value(np.array(x, np.int32)) for x in (keys, side, window))
-    found = [
-        x.array for x in find(*numbers, 1, 2, sources.grids._form(near, None, sources.grids._tiling_of(near)).rules)
-    ]
+    found = [x.array for x in find(*numbers, 1, 2, rules_of(sources.grids, near))]
     for key, start, end in zip(keys.tolist(), *found, strict=True):
         right = near.axes[0].attends(torch.arange(side), torch.tensor(key)).nonzero().squeeze(1)
         assert torch.equal(right, torch.arange(max(start, -side), min(end, 2 * side)).remainder(side).sort().values)

@@ -31,11 +31,13 @@ from drawn_grids import (
     CASES,
     MANY_PROGRAMS,
     QUERY_BOXES,
+    UNEVEN,
     WHOLE,
     biased,
     boxed_part,
     drawn,
     expected,
+    uneven,
     whole,
     wide,
 )
@@ -66,6 +68,10 @@ GRIDS = {  # shape, window, heads, kv_heads, head_dim, and other rules
     "wide globe": ((60, 120), (13, 25), 4, 2, 192, {"edge": ("clip", "wrap")}),
     "whole boxes of a volume": ((16, 32, 40), (6, 8, 24), 2, 1, 128, {"stride": (4, 8, 8)}),
     "whole boxes of a line": ((8000,), 512, 2, 1, 80, {"stride": 128}),
+    "uneven plane": ((131, 140), 17, 4, 2, 128, {"dilation": (2, 3)}),
+    "uneven volume": ((13, 26, 45), (3, 7, 6), 2, 2, 64, {"dilation": (2, 3, 4), "edge": ("clip", "shift", "shift")}),
+    "wide uneven plane": ((65, 70), (9, 12), 2, 1, 192, {"dilation": (2, 3), "stride": (1, 4)}),
+    "whole boxes of residues of two sizes": ((129, 98), (32, 16), 2, 1, 128, {"stride": (16, 8), "dilation": (2, 3)}),
     "small windows": ((130, 140), (3, 5), 2, 2, 128, {"edge": ("clip", "shift")}),
 }
 
@@ -74,11 +80,6 @@ GRIDS = {  # shape, window, heads, kv_heads, head_dim, and other rules
 def on_hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-
-
-def is_served(rules: str) -> bool:
-    near = neighbourhoods(rules, "one")
-    return not any(side % dilation for side, dilation in zip(near.shape, near.dilation, strict=True))
 
 
 def assert_right(found, exact, dtype) -> None:
@@ -104,7 +105,7 @@ def inputs_of(name: str, dtype=torch.bfloat16, extra=0) -> tuple[Neighbourhood, 
     list(
         AllPairs(
             [
-                list(filter(is_served, RULES)),
+                list(RULES),
                 list(HEADS),
                 list(MORE),
                 list(NORM_TOLERANCE),
@@ -125,7 +126,7 @@ def is_box_served(rules: str) -> bool:
         on_its_keys(Request(near.of_heads(1), part=part_of_box(box_in(near.shape), near.shape)))
     except ValueError:
         return False
-    return is_served(rules)
+    return not any(side % dilation for side, dilation in zip(near.shape, near.dilation, strict=True))
 
 
 @pytest.mark.parametrize("dtype", NORM_TOLERANCE)
@@ -138,6 +139,7 @@ def test_a_box_of_queries_is_the_oracles(rules, dtype):
     "case",
     [
         *(pytest.param(each(n), id=f"{each.__name__} {n}") for each in (drawn, wide) for n in range(len(CASES))),
+        *(pytest.param(uneven(n), id=f"uneven {n}") for n in UNEVEN),
         *(pytest.param(whole(name), id=f"whole {name}") for name in WHOLE),
         *(pytest.param(case, id=f"many programs {head_dim}") for head_dim, case in MANY_PROGRAMS.items()),
     ],
@@ -175,7 +177,7 @@ def test_bits_repeat(name):
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "odd stride", "odd start", "expanded"])
-@pytest.mark.parametrize("name", ["globe", "dilated"])
+@pytest.mark.parametrize("name", ["globe", "dilated", "uneven plane"])
 def test_layouts_change_nothing(name, layout):
     near, given = inputs_of(name, extra=70)
     views = [stored(x, layout) for x in given]
@@ -214,7 +216,7 @@ def test_a_query_without_keys_gives_nothing(head_dim):
     assert lse[..., 240:].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["globe", "film"])
+@pytest.mark.parametrize("name", ["globe", "film", "uneven volume"])
 def test_a_cuda_graph_replays_forward_and_backward(name):
     near, given = inputs_of(name, extra=70)
     graph, replayed = captured(lambda: attended(given, near))
@@ -242,7 +244,7 @@ def test_auto_takes_them_for_tokens_that_are_stored_row_by_row():
 
 # A bias by relative position.
 
-BIASED = AllPairs([list(filter(is_served, RULES)), ["grouped", GROUPED_WINDOWS], list(NORM_TOLERANCE), [16, 64, 128]])
+BIASED = AllPairs([list(RULES), ["grouped", GROUPED_WINDOWS], list(NORM_TOLERANCE), [16, 64, 128]])
 REFUSED = "sums the gradient of a bias in 49,152 bytes"  # of larger windows
 LARGE_TABLES = ("volume", "film", "a window for a tile", "whole boxes of a volume")
 

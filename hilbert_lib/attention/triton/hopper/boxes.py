@@ -39,6 +39,7 @@ class Rules(NamedTuple):
     axes: int  # number of axes of the grid, which are the last of the three
     is_dilated: bool
     is_part: bool  # whether q holds, or the launch computes, a part of the cells of the keys
+    is_split: bool  # whether the launch has the residues of one size, since a dilation does not divide its side
 
 
 # Gluon reads no attributes of a constant. These functions do.
@@ -102,6 +103,11 @@ def is_part(rules):
     return rules.is_part
 
 
+@gluon.constexpr_function
+def is_split(rules):
+    return rules.is_split
+
+
 class Queries(NamedTuple):
     """The queries of a launch among the cells of the keys, a value for each axis."""
 
@@ -111,6 +117,13 @@ class Queries(NamedTuple):
     stop: tuple  # rank after the last query that is computed
 
 
+class Residues(NamedTuple):
+    """The residues of a launch, a value for each axis. All of an axis have as many ranks."""
+
+    first: tuple
+    count: tuple
+
+
 class Axes(NamedTuple):
     """The sizes of a grid of keys, a value for each of three axes."""
 
@@ -118,6 +131,7 @@ class Axes(NamedTuple):
     d: tuple  # dilation
     n: tuple  # cells
     part: tuple  # `Queries`, or () where the queries are all cells of the grid
+    residues: tuple  # `Residues`, or () where the launch has all of them
 
 
 class Place(NamedTuple):
@@ -152,18 +166,26 @@ class Box(NamedTuple):
 
 @gluon.jit
 def axes_of(n, d, part, RULES: gl.constexpr):
-    """The axes of a launch. part: for each axis first cell of q, cells of q, first and last + 1 of those computed."""
+    """The axes of a launch.
+
+    part: for each axis first cell of q, cells of q, first and last + 1 of those computed; of a launch with residues of
+    one size the ranks of a residue, the first residue and their number.
+    """
     m = n[0] // d[0], n[1] // d[1], n[2] // d[2]
-    if is_part(RULES):
+    if is_split(RULES):
+        m = gl.load(part), gl.load(part + 3), gl.load(part + 6)
+        first = gl.load(part + 1), gl.load(part + 4), gl.load(part + 7)
+        return Axes(m, d, n, (), Residues(first, (gl.load(part + 2), gl.load(part + 5), gl.load(part + 8))))
+    elif is_part(RULES):
         first0, cells0, begin0, stop0 = _line(part, d[0])
         first1, cells1, begin1, stop1 = _line(part + 8, d[1])
         first2, cells2, begin2, stop2 = _line(part + 16, d[2])
         queries = Queries(
             (first0, first1, first2), (cells0, cells1, cells2), (begin0, begin1, begin2), (stop0, stop1, stop2)
         )
-        return Axes(m, d, n, queries)
+        return Axes(m, d, n, queries, ())
     else:
-        return Axes(m, d, n, ())
+        return Axes(m, d, n, (), ())
 
 
 @gluon.jit
@@ -178,6 +200,15 @@ def launch_queries(axes, RULES: gl.constexpr):
         return axes.part
     else:
         return Queries((0, 0, 0), axes.n, (0, 0, 0), axes.m)
+
+
+@gluon.jit
+def launch_residues(axes, RULES: gl.constexpr):
+    """The residues of a launch."""
+    if is_split(RULES):
+        return axes.residues
+    else:
+        return Residues((0, 0, 0), axes.d)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from hilbert_lib.attention.triton.arguments import strides_of
 from hilbert_lib.attention.triton.geometry import block_d, power_of_2
 from hilbert_lib.attention.triton.hopper.bias_tables import bound_kernel, gradient_kernel, table_kernel
 from hilbert_lib.attention.triton.start import FLAG, Made, Start, start
+from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 
@@ -74,8 +75,9 @@ def refusal(q: Tensor, request: Request) -> str:
     if request.part and (refused := refusal_of_part(axes, request.part)):
         return f"reads no such part of a grid: {refused}"
     for n, axis in enumerate(axes):
-        if axis.cells % axis.dilation:
-            return f"serves sides that are multiples of dilation, got {axis.cells} and {axis.dilation} along axis {n}"
+        if request.part and axis.cells % axis.dilation:
+            sides = f"{axis.cells} and {axis.dilation} along axis {n}"
+            return f"reads parts of grids whose sides are multiples of dilation, got {sides}"
     return _refusal_of_bias_gradient(q, request) if request.bias_gradient else ""
 
 
@@ -108,7 +110,9 @@ def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:
         tensors = (q, k, v), (extra_k, extra_v), (out,)
         return [
             *([] if table is None else [_of_tables(inputs.bias, request, table)]),
-            _start(kernel, moves, (lse, flag), tensors, FORWARD_ROWS, inputs, request, table, q.shape[2], **constants),
+            *_starts(
+                kernel, moves, (lse, flag), tensors, FORWARD_ROWS, inputs, request, table, q.shape[2], **constants
+            ),
             plain.of_queries(inputs, request, out=out, lse=lse, flag=flag),
         ]
 
@@ -128,20 +132,19 @@ def _whole_boxes(q: Tensor, request: Request) -> "_Tiling | None":
 def _tiling_of_whole_windows(neighbourhoods: tuple[Neighbourhood, ...]) -> "_Tiling | None":
     # Tiles whose queries share their window, the fewest, and a box of 128 keys of which all windows are made up.
     first, ndim = neighbourhoods[0], len(neighbourhoods[0].axes)
-    cells = tuple(axis.cells for axis in plain.axes_of(first))
 
     def is_made_up(tiling: _Tiling, near: Neighbourhood) -> bool:
         return all(
             axis.edge == "shift"
             and not axis.is_causal
             and axis.window % keys == 0
-            and (axis.stride % queries == 0 or axis.window == axis.cells // axis.dilation)
+            and (axis.stride % queries == 0 or axis.window * axis.dilation == axis.cells)
             for axis, keys, queries in zip(plain.axes_of(near), tiling.keys, tiling.tile, strict=True)
         )
 
     tilings = (_Tiling(*each) for each in product(BOXES[ndim], WHOLE[ndim], STACKS[ndim]))
     fitting = [each for each in tilings if all(is_made_up(each, near) for near in neighbourhoods)]
-    return min(fitting, key=lambda each: _tiles(first, each.tile, cells), default=None)
+    return min(fitting, key=lambda each: _all_tiles(first, each.tile), default=None)
 
 
 def _forward_of_whole_boxes(inputs: Tensors, request: Request, tiling: "_Tiling", made: tuple) -> tuple:
@@ -154,9 +157,9 @@ def _forward_of_whole_boxes(inputs: Tensors, request: Request, tiling: "_Tiling"
 
     def starts(out: Tensor, lse: Tensor) -> list[Start]:
         tensors = (q, k, v), (extra_k, extra_v), (out,)
-        return [
-            _start(whole_kernel, MOVES, (lse,), tensors, FORWARD_ROWS, inputs, request, None, q.shape[2], **constants)
-        ]
+        return _starts(
+            whole_kernel, MOVES, (lse,), tensors, FORWARD_ROWS, inputs, request, None, q.shape[2], **constants
+        )
 
     call = (*inputs, *plain.tensors_of(request, q.device))
     return start(starts, call, "grid forward of whole boxes on hopper", *request.options, made=made)
@@ -238,8 +241,8 @@ def backward(
             constants["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             constants |= {"dbias": sums, "bounds": bounds} if tensors is of_queries else {"dbias": None, "bounds": None}
             by_query = DQ_ROWS if tensors is of_queries else tuple(not each for each in DQ_ROWS)
-            launches.append(
-                _start(kernel, MOVES, (lse, of_rows), tensors, by_query, inputs, request, table, heads, **constants)
+            launches += _starts(
+                kernel, MOVES, (lse, of_rows), tensors, by_query, inputs, request, table, heads, **constants
             )
         if extra_k.shape[1]:
             launches += plain.of_extra_keys(dout, inputs, lse, of_rows, request, grads, totals)
@@ -255,45 +258,50 @@ def backward(
     return start(starts, call, "grid backward on hopper", *request.options, made=made, finish=finish)
 
 
+def _starts(kernel, *arguments, **named) -> list[Start]:
+    # The launches of a kernel, one for the residues of each size.
+    near = arguments[5].neighbourhoods[0]
+    return [_start(kernel, *arguments, residues=residues, **named) for residues in _residues_of(near)]
+
+
 def _start(
     kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple[bool, ...], inputs: Tensors,
-    request: Request, table: Tensor | None, heads: int, *, programs: int = 1, tiling: "_Tiling | None" = None, **named,
+    request: Request, table: Tensor | None, heads: int, *, residues: "_Residues", programs: int = 1,
+    tiling: "_Tiling | None" = None, **named,
 ) -> Start:  # fmt: skip
-    # The launch for the tiles of `heads` heads, with `programs` on a multiprocessor. tensors: (tensors on the grid that
-    # are read, extra keys, results). by_query: whether what is read, and each result, has a row for each query. moves:
-    # argument names of steps along axes of heads, of the read tensors, of the results, and of the extra keys. table: of
-    # bias. tiling: unless it is that of `_tiling_of`.
+    # The launch for the tiles of `heads` heads and of some residues, with `programs` on a multiprocessor. tensors:
+    # (tensors on the grid that are read, extra keys, results). by_query: whether what is read, and each result, has a
+    # row for each query. moves: argument names of steps along axes of heads, of the read tensors, of the results, and
+    # of the extra keys. table: of bias. tiling: unless it is that of `_tiling_of`.
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
 
     near = request.neighbourhoods[0]
-    q, (read, extra, results), form = inputs.q, tensors, _form(near, request.part, tiling or _tiling_of(near))
+    q, (read, extra, results) = inputs.q, tensors
+    form = _form(near, request.part, tiling or _tiling_of(near), residues)
     parts, count, grid = _parts_of(q), extra[0].shape[1], [*read, *results]
-    extents = [(form.rows if is_of_queries else form.shape, form.dilation) for is_of_queries in by_query]
+    extents = [form.of_queries if is_of_queries else form.of_keys for is_of_queries in by_query]
     sides = [form.rules.box if is_of_queries else form.rules.keys for is_of_queries in by_query]
     described = [
-        x if x.dtype == torch.float32 else descriptors.described(x, *extent, box, columns)
+        x if x.dtype == torch.float32 else descriptors.described(x, extent, box, columns)
         for x, extent, box in zip(grid, extents, sides, strict=True)
         for columns in parts
     ]
     end = len(read) * len(parts)  # of descriptors of what is read on the grid
     extra_described = described[end - 2 * len(parts) : end]
+    of_extra = descriptors.extra_extent(max(count, 1))
     if count:
-        extra_described = [
-            descriptors.described(
-                x, (1, 1, count), (1, 1, 1), WHOLE_EXTRA if prod(form.rules.keys) == 128 else EXTRA_BOX, columns
-            )
-            for x in extra
-            for columns in parts
-        ]
+        box = WHOLE_EXTRA if prod(form.rules.keys) == 128 else EXTRA_BOX
+        extra_described = [descriptors.described(x, of_extra, box, columns) for x in extra for columns in parts]
     described[end:end] = extra_described
-    steps = [step for x, extent in zip(grid, extents, strict=True) for step in descriptors.steps_of(x, *extent)]
-    steps += [descriptors.steps_of(x, (1, 1, max(count, 1)), (1, 1, 1))[0] for x in extra]
+    steps = [step for x, extent in zip(grid, extents, strict=True) for step in descriptors.steps_of(x, extent)]
+    steps += [descriptors.steps_of(x, of_extra)[0] for x in extra]
     is_of_keys, at_once = named.get("OF_KEYS", False), programs * multiprocessors(q.device)
     total = form.tiles[is_of_keys] * q.shape[0] * heads
     if is_of_keys and _is_strided(near):
         at_once = programs_of_strided_keys(total, at_once)
     rules = plain.rules(inputs, request)
-    named = rules | {"part": rules["boxes"]} | named | dict(zip(moves, steps, strict=True)) | {
+    part = _lines(residues, q.device) if form.rules.is_split else rules["boxes"]
+    named = rules | {"part": part} | named | dict(zip(moves, steps, strict=True)) | {
         "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": parts[0], "BLOCK_E": parts[-1],
         "RULES": form.rules, "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
         "EXTRA_PADDING": request.extra_padding_mask is not None,
@@ -457,12 +465,40 @@ class _Tiling(NamedTuple):
         return tuple(side * (1 + (n == self.stack)) for n, side in enumerate(self.box))
 
 
-class _Form(NamedTuple):
-    """Sizes along three axes that all launches for a grid share."""
+class _Residues(NamedTuple):
+    """Residues with as many cells, along each of three axes: a launch has them."""
 
-    shape: tuple[int, ...]
-    rows: tuple[int, ...]  # cells of q
-    dilation: tuple[int, ...]
+    ranks: tuple[int, ...]  # cells of a residue
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        return tuple(first + count - 1 for first, count in zip(self.first, self.count, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _residues_of(near: Neighbourhood) -> list[_Residues]:
+    # Where a dilation does not divide its side, the first residues have a cell more than the others.
+    sizes = []
+    for axis in plain.axes_of(near):
+        ranks, longer = divmod(axis.cells, axis.dilation)
+        residues = (ranks + 1, 0, longer), (ranks, longer, axis.dilation - longer)
+        sizes.append([each for each in residues if each[2]])
+    return [_Residues(*zip(*each, strict=True)) for each in product(*sizes)]
+
+
+@cached_for_graphs(maxsize=256)
+def _lines(residues: _Residues, device: torch.device) -> Tensor:
+    # As `boxes.axes_of` reads them: a line for each axis.
+    return torch.tensor(list(zip(*residues, strict=True)), dtype=torch.int32, device=device)
+
+
+class _Form(NamedTuple):
+    """Sizes along three axes that the launches for the same residues share."""
+
+    of_queries: "Extent"  # noqa: F821 - of a module that is imported where it runs
+    of_keys: "Extent"  # noqa: F821
     tiles: tuple[int, int]  # number of tiles of queries, and of keys, of a sequence and head
     rules: "Rules"  # noqa: F821 - of a module that is imported where it runs
 
@@ -490,7 +526,7 @@ def _copies(near: Neighbourhood, box: tuple[int, int, int], sizes: tuple[int, ..
     axes = plain.axes_of(near)
     seen = (_seen(axis, size, _is_strided(near)) for axis, size in zip(axes, sizes, strict=True))
     boxes = prod(ceil(keys / side) for keys, side in zip(seen, box, strict=True))
-    return _tiles(near, sizes, tuple(axis.cells for axis in axes)) * boxes
+    return _all_tiles(near, sizes) * boxes
 
 
 def _is_strided(near: Neighbourhood) -> bool:
@@ -505,10 +541,14 @@ def _seen(axis: Axis, size: int, is_strided: bool) -> int:
     return min(keys, axis.cells // axis.dilation) if is_strided else keys
 
 
-def _tiles(near: Neighbourhood, sizes: Iterable[int], cells: tuple[int, ...]) -> int:
+def _all_tiles(near: Neighbourhood, sizes: Iterable[int]) -> int:
     # Number of tiles of so many cells along each axis.
-    axes = plain.axes_of(near)
-    return prod(x.dilation * ceil(n // x.dilation / size) for n, x, size in zip(cells, axes, sizes, strict=True))
+    return sum(_tiles(each.ranks, each.count, sizes) for each in _residues_of(near))
+
+
+def _tiles(ranks: Iterable[int], residues: Iterable[int], sizes: Iterable[int]) -> int:
+    # The same of so many residues of so many cells.
+    return prod(count * ceil(n / size) for n, count, size in zip(ranks, residues, sizes, strict=True))
 
 
 def _tiling_of(near: Neighbourhood) -> "_Tiling":
@@ -518,33 +558,39 @@ def _tiling_of(near: Neighbourhood) -> "_Tiling":
 
 
 @lru_cache(maxsize=256)
-def _form(near: Neighbourhood, part: GridPart | None, tiling: "_Tiling") -> _Form:
+def _form(near: Neighbourhood, part: GridPart | None, tiling: "_Tiling", residues: _Residues) -> _Form:
+    from hilbert_lib.attention.triton.hopper.box_descriptors import Extent
     from hilbert_lib.attention.triton.hopper.boxes import Rules
 
     axes, ndim = plain.axes_of(near), len(near.axes)
     shape, dilation = tuple(axis.cells for axis in axes), tuple(axis.dilation for axis in axes)
-
-    first = (1,) * (3 - ndim)
-    rows, queries = ((*first, *map(len, x)) for x in (part.rows, part.queries)) if part else (shape, shape)
-
+    rows, ranks, computed = shape, residues.ranks, residues.ranks  # of q, and of its queries that are computed
+    if part:
+        first = (1,) * (3 - ndim)
+        rows, queries = ((*first, *map(len, x)) for x in (part.rows, part.queries))
+        ranks, computed = (tuple(n // d for n, d in zip(x, dilation, strict=True)) for x in (rows, queries))
     rules = Rules(
         *tiling, tuple(axis.stride for axis in axes), tuple(axis.is_causal for axis in axes),
         tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation), part is not None,
+        residues.count != dilation,
     )  # fmt: skip
-    tiles = _tiles(near, tiling.tile, queries), _tiles(near, tiling.tile, shape)
-    return _Form(shape, rows, dilation, tiles, rules)
+    of_queries, of_keys = (
+        Extent(rows, dilation, ranks, residues.last),
+        Extent(shape, dilation, residues.ranks, residues.last),
+    )
+    tiles = tuple(_tiles(x, residues.count, tiling.tile) for x in (computed, residues.ranks))
+    return _Form(of_queries, of_keys, tiles, rules)
 
 
 def _as_read(inputs: Sequence[Tensor], request: Request) -> list[Tensor]:
     # The fields of `Tensors`, and perhaps dout. A tensor that the copy engine cannot read is copied once.
-    from hilbert_lib.attention.triton.hopper.box_descriptors import is_reached
+    from hilbert_lib.attention.triton.hopper.box_descriptors import extra_extent, is_reached
 
     near = request.neighbourhoods[0]
-    form = _form(near, request.part, _tiling_of(near))
-    q_extent, k_extent = (form.rows, form.dilation), (form.shape, form.dilation)
-    extra_extent = ((1, 1, inputs[3].shape[1]), (1, 1, 1))
-    extents = q_extent, k_extent, k_extent, extra_extent, extra_extent, q_extent
+    form = _form(near, request.part, _tiling_of(near), _residues_of(near)[0])
+    of_extra = extra_extent(inputs[3].shape[1])
+    extents = form.of_queries, form.of_keys, form.of_keys, of_extra, of_extra, form.of_queries
     return [
-        x if not x.numel() or is_reached(x, *extent) else x.contiguous()
+        x if not x.numel() or is_reached(x, extent) else x.contiguous()
         for x, extent in zip(inputs, extents[: len(inputs)], strict=True)
     ]
