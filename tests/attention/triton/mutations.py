@@ -284,8 +284,17 @@ hopper.backward, mask 10: a tile is left out whose first half alone is masked
 -rows = gl.arange(0, KEYS, gl.BlockedLayout
 +rows = gl.arange(0, KEYS // 2, gl.BlockedLayout
 hopper.places, 14: residue 0 is all there is
--begin + tile % per * SIZE, tile // per
-+begin + tile % per * SIZE, 0
+-lowest + tile // per
++lowest
+hopper.boxes, uneven 14: each launch has all residues from the first one on
+-gl.maximum(0 - excess, 0)
++0
+hopper.boxes, uneven 14: a launch has as many residues as the dilation
+-gl.where(excess > 0, d - excess, d + excess)
++d
+hopper.box_descriptors, uneven 14: long residues end a cell early
+-            [*extent.ranks, far
++            [*(n // d for n, d in zip(extent.shape, extent.dilation)), far
 hopper.boxes, 2: what a window sees across the start is looked for before it
 -turn = gl.where(start < 0, m, 0)
 +turn = 0

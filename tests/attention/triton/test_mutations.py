@@ -1,7 +1,7 @@
 """The kernels' sources, edited as `mutations` lists it, fail: the emulated cases see every planted fault."""
 
 import pytest
-from drawn_grids import BOXED, MANY_PROGRAMS, SPECIAL, special, whole, wide
+from drawn_grids import BOXED, MANY_PROGRAMS, SPECIAL, special, uneven, whole, wide
 from drawn_grids import CASES as GRIDS
 from drawn_grids import drawn as drawn_grid
 from mutations import MUTATIONS, Mutation
@@ -50,6 +50,8 @@ def is_seen(mutation: Mutation, case: int | str) -> bool:
         cases = [drawn_grid(int(case.removeprefix("bias ")))._replace(has_bias=True)]
     elif str(case).startswith("wide "):
         cases = [wide(int(case.removeprefix("wide ")))]
+    elif str(case).startswith("uneven "):
+        cases = [uneven(int(case.removeprefix("uneven ")))]
     elif case == "many programs":
         sources.grids.multiprocessors = lambda device: 12
         cases = [MANY_PROGRAMS[192]]

@@ -117,13 +117,6 @@ class Queries(NamedTuple):
     stop: tuple  # rank after the last query that is computed
 
 
-class Residues(NamedTuple):
-    """The residues of a launch, a value for each axis. All of an axis have as many ranks."""
-
-    first: tuple
-    count: tuple
-
-
 class Axes(NamedTuple):
     """The sizes of a grid of keys, a value for each of three axes."""
 
@@ -131,7 +124,6 @@ class Axes(NamedTuple):
     d: tuple  # dilation
     n: tuple  # cells
     part: tuple  # `Queries`, or () where the queries are all cells of the grid
-    residues: tuple  # `Residues`, or () where the launch has all of them
 
 
 class Place(NamedTuple):
@@ -169,13 +161,11 @@ def axes_of(n, d, part, RULES: gl.constexpr):
     """The axes of a launch.
 
     part: for each axis first cell of q, cells of q, first and last + 1 of those computed; of a launch with residues of
-    one size the ranks of a residue, the first residue and their number.
+    one size, their ranks.
     """
     m = n[0] // d[0], n[1] // d[1], n[2] // d[2]
     if is_split(RULES):
-        m = gl.load(part), gl.load(part + 3), gl.load(part + 6)
-        first = gl.load(part + 1), gl.load(part + 4), gl.load(part + 7)
-        return Axes(m, d, n, (), Residues(first, (gl.load(part + 2), gl.load(part + 5), gl.load(part + 8))))
+        return Axes((gl.load(part), gl.load(part + 1), gl.load(part + 2)), d, n, ())
     elif is_part(RULES):
         first0, cells0, begin0, stop0 = _line(part, d[0])
         first1, cells1, begin1, stop1 = _line(part + 8, d[1])
@@ -183,9 +173,9 @@ def axes_of(n, d, part, RULES: gl.constexpr):
         queries = Queries(
             (first0, first1, first2), (cells0, cells1, cells2), (begin0, begin1, begin2), (stop0, stop1, stop2)
         )
-        return Axes(m, d, n, queries, ())
+        return Axes(m, d, n, queries)
     else:
-        return Axes(m, d, n, (), ())
+        return Axes(m, d, n, ())
 
 
 @gluon.jit
@@ -203,12 +193,15 @@ def launch_queries(axes, RULES: gl.constexpr):
 
 
 @gluon.jit
-def launch_residues(axes, RULES: gl.constexpr):
-    """The residues of a launch."""
+def residues_of(axes, AXIS: gl.constexpr, RULES: gl.constexpr):
+    """The first residue of a launch along an axis, and their number."""
+    d = axes.d[AXIS]
     if is_split(RULES):
-        return axes.residues
+        # All cells of residues with m ranks each would be more than the axis has, or fewer: the first or the last.
+        excess = axes.m[AXIS] * d - axes.n[AXIS]
+        return gl.maximum(0 - excess, 0), gl.where(excess > 0, d - excess, d + excess)
     else:
-        return Residues((0, 0, 0), axes.d)
+        return 0, d
 
 
 @gluon.jit

@@ -300,7 +300,7 @@ def _start(
     if is_of_keys and _is_strided(near):
         at_once = programs_of_strided_keys(total, at_once)
     rules = plain.rules(inputs, request)
-    part = _lines(residues, q.device) if form.rules.is_split else rules["boxes"]
+    part = _ranks(residues.ranks, q.device) if form.rules.is_split else rules["boxes"]
     named = rules | {"part": part} | named | dict(zip(moves, steps, strict=True)) | {
         "extra_padding": plain.extra_padding(inputs, request), "BLOCK_D": parts[0], "BLOCK_E": parts[-1],
         "RULES": form.rules, "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
@@ -489,9 +489,9 @@ def _residues_of(near: Neighbourhood) -> list[_Residues]:
 
 
 @cached_for_graphs(maxsize=256)
-def _lines(residues: _Residues, device: torch.device) -> Tensor:
-    # As `boxes.axes_of` reads them: a line for each axis.
-    return torch.tensor(list(zip(*residues, strict=True)), dtype=torch.int32, device=device)
+def _ranks(ranks: tuple[int, ...], device: torch.device) -> Tensor:
+    # As `boxes.axes_of` reads them.
+    return torch.tensor(ranks, dtype=torch.int32, device=device)
 
 
 class _Form(NamedTuple):

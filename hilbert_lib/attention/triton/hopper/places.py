@@ -28,10 +28,12 @@ def counts_of(axes, heads, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
     A tile of keys serves all heads of its KV head: its group counts 1.
     """
     _, ranks = _tiled(axes, RULES, OF_KEYS)
-    residues = boxes.launch_residues(axes, RULES).count
-    tiles0 = residues[0] * gl.cdiv(ranks[0], boxes.size(RULES, 0))
-    tiles1 = residues[1] * gl.cdiv(ranks[1], boxes.size(RULES, 1))
-    tiles2 = residues[2] * gl.cdiv(ranks[2], boxes.size(RULES, 2))
+    _, residues0 = boxes.residues_of(axes, 0, RULES)
+    _, residues1 = boxes.residues_of(axes, 1, RULES)
+    _, residues2 = boxes.residues_of(axes, 2, RULES)
+    tiles0 = residues0 * gl.cdiv(ranks[0], boxes.size(RULES, 0))
+    tiles1 = residues1 * gl.cdiv(ranks[1], boxes.size(RULES, 1))
+    tiles2 = residues2 * gl.cdiv(ranks[2], boxes.size(RULES, 2))
     return tiles2, tiles1, tiles0, 1 if OF_KEYS else group, heads // group
 
 
@@ -82,17 +84,19 @@ def _digit(digit, addend, carry, count):
 def place_of(digits, axes, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
     """The tile with these digits."""
     begin, ranks = _tiled(axes, RULES, OF_KEYS)
-    residues = boxes.launch_residues(axes, RULES).first
-    first0, residue0 = _first(digits[2], begin[0], ranks[0], residues[0], boxes.size(RULES, 0), boxes.is_dilated(RULES))
-    first1, residue1 = _first(digits[1], begin[1], ranks[1], residues[1], boxes.size(RULES, 1), boxes.is_dilated(RULES))
-    first2, residue2 = _first(digits[0], begin[2], ranks[2], residues[2], boxes.size(RULES, 2), boxes.is_dilated(RULES))
+    lowest0, _ = boxes.residues_of(axes, 0, RULES)
+    lowest1, _ = boxes.residues_of(axes, 1, RULES)
+    lowest2, _ = boxes.residues_of(axes, 2, RULES)
+    first0, residue0 = _first(digits[2], begin[0], ranks[0], lowest0, boxes.size(RULES, 0), boxes.is_dilated(RULES))
+    first1, residue1 = _first(digits[1], begin[1], ranks[1], lowest1, boxes.size(RULES, 1), boxes.is_dilated(RULES))
+    first2, residue2 = _first(digits[0], begin[2], ranks[2], lowest2, boxes.size(RULES, 2), boxes.is_dilated(RULES))
     h = digits[4] * group + digits[3]
     return boxes.Place(digits[5], h, digits[4], (first0, first1, first2), (residue0, residue1, residue2))
 
 
 @gluon.jit
-def _first(tile, begin, ranks, residue, SIZE: gl.constexpr, DILATED: gl.constexpr):
+def _first(tile, begin, ranks, lowest, SIZE: gl.constexpr, DILATED: gl.constexpr):
     if not DILATED:
         return begin + tile * SIZE, 0
     per = gl.cdiv(ranks, SIZE)
-    return begin + tile % per * SIZE, residue + tile // per
+    return begin + tile % per * SIZE, lowest + tile // per
