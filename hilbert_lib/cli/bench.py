@@ -120,12 +120,13 @@ def grids(works, stride, causal, dtype, gradient) -> None:
     """Time the backends that can serve a window on a grid, and remember their order, as `backends` does.
 
     A WORK names grid, window, heads and head_dim. Cells are stored row by row. Groups of as many cells as the stride
-    share a window. A dilation of all axes follows the window after a colon.
+    share a window. A dilation of all axes follows the window after a colon, and the number of KV heads follows the heads
+    after a slash.
 
     \b
     Example: hilbert bench grids "256x256 33x33 8x128" "257x257 33x33:2 8x128" --gradient
     Example: hilbert bench grids "30x48x80 18x24x24 24x128" --stride 16x8x8
-    Example: hilbert bench grids "32768 1024 16x128" --causal
+    Example: hilbert bench grids "32768 1024 64/8x128" --causal
     """
     from hilbert_lib.lab.workload import Workload
 

@@ -74,25 +74,34 @@ class Workload:
     def on_grid(cls, text: str, *, argument: str = "works", **where) -> "Workload":
         """A neighbourhood that a text names: grid, window, heads and head_dim. ValueError for any other text.
 
-        A dilation of all axes follows the window after a colon. argument: the name that the error has for the text.
+        A dilation of all axes follows the window after a colon, and a number of KV heads follows the heads after a
+        slash. argument: the name that the error has for the text.
 
         >>> Workload.on_grid("4x6x8 3x3x5 2x16", device=torch.device("cpu")).head_dim
         16
         >>> Workload.on_grid("8x8 3x3:2 2x16", device=torch.device("cpu")).pattern.dilation
         (2, 2)
+        >>> Workload.on_grid("64 9 8/2x16", device=torch.device("cpu")).kv_heads
+        2
         """
         try:
             shape, window, size = text.split()
             window, colon, dilation = window.partition(":")
-            shape, window, size = (tuple(map(int, part.split("x"))) for part in (shape, window, size))
-            heads, head_dim = (checks.integer("heads and head_dim", n, least=1) for n in size)
+            shape, window = (tuple(map(int, part.split("x"))) for part in (shape, window))
+            heads, head_dim = size.split("x")
+            heads, slash, kv_heads = heads.partition("/")
+            heads, kv_heads, head_dim = (
+                checks.integer("heads and head_dim", int(n), least=1)
+                for n in (heads, kv_heads if slash else heads, head_dim)
+            )
             near = Neighbourhood(shape, window, dilation=int(dilation) if colon else 1)
         except ValueError as error:
             allowed = (
-                "grids, windows (with their dilation), heads and head_dim, such as 64x64 7x7 2x16 or 64x64 7x7:2 2x16"
+                "grids, windows (with their dilation), heads (with their KV heads) and head_dim, such as 64x64 7x7 2x16 "
+                "or 64x64 7x7:2 4/2x16"
             )
             raise ValueError(f"{argument} must be {allowed}; got {text!r}: {error}") from None
-        return cls(near, near.length, heads, head_dim, **where)
+        return cls(near, near.length, heads, head_dim, kv_heads=kv_heads, **where)
 
     @property
     def call(self) -> Request:
