@@ -24,6 +24,7 @@ from hilbert_lib.attention.rules import (
     HALF_RULES,
     HOST_RECORD,
     POINTS,
+    RESIDUES_RECORD,
     SHORT_RECORD,
     UNION_RECORD,
     Rule,
@@ -42,7 +43,8 @@ from hilbert_lib.patterns.dilated import DilatedPattern
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
-_FASTER = (SHORT_RECORD, HOST_RECORD, UNION_RECORD, FLASH_RECORD)  # records by which others stand before "hopper"
+# Records by which others stand before "hopper".
+_FASTER = (SHORT_RECORD, HOST_RECORD, UNION_RECORD, RESIDUES_RECORD, FLASH_RECORD)
 FASTEST = ("hopper", "triton")  # the kernels of this library, by pattern, that a GPU runs fastest
 
 
@@ -116,6 +118,8 @@ def _rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
                 rule = first_of(rule, "lists", HOST_RECORD)
             elif listed_grid.leads_boxes(q, call, gradient=gradient):
                 rule = first_of(rule, "lists", UNION_RECORD)
+            elif listed_grid.leads_residues(q, call):
+                rule = first_of(rule, "lists", RESIDUES_RECORD)
         if q.device.type == "cuda":
             rule = on_architecture(rule, _architecture(q.device))
         return _that_serves(rule, call)

@@ -52,6 +52,8 @@ SHORT_RECORD = "not measured: one launch stands before several"
 HOST_RECORD = "host times on an H200, reports/HISTORY.md"
 # Of a union that `listed_grid.leads_boxes`.
 UNION_RECORD = "unions of narrow windows on an H200, reports/HISTORY.md"
+# Of a dilated window that `listed_grid.leads_residues`.
+RESIDUES_RECORD = "dilated windows on an H200, reports/HISTORY.md"
 CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs")
 
 # On grids.

@@ -120,8 +120,8 @@ def grids(works, stride, causal, dtype, gradient) -> None:
     """Time the backends that can serve a window on a grid, and remember their order, as `backends` does.
 
     A WORK names grid, window, heads and head_dim. Cells are stored row by row. Groups of as many cells as the stride
-    share a window. A dilation of all axes follows the window after a colon, and the number of KV heads follows the heads
-    after a slash.
+    share a window. A dilation of all axes follows the window after a colon. The number of KV heads, if there are fewer,
+    follows the heads after a slash.
 
     \b
     Example: hilbert bench grids "256x256 33x33 8x128" "257x257 33x33:2 8x128" --gradient

@@ -97,8 +97,8 @@ class Workload:
             near = Neighbourhood(shape, window, dilation=int(dilation) if colon else 1)
         except ValueError as error:
             allowed = (
-                "grids, windows (with their dilation), heads (with their KV heads) and head_dim, such as 64x64 7x7 2x16 "
-                "or 64x64 7x7:2 4/2x16"
+                "grids, windows (with their dilation), heads (with KV heads) and head_dim, such as 64x64 7x7 2x16 or "
+                "64x64 7x7:2 4/2x16"
             )
             raise ValueError(f"{argument} must be {allowed}; got {text!r}: {error}") from None
         return cls(near, near.length, heads, head_dim, kv_heads=kv_heads, **where)

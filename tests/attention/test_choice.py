@@ -671,6 +671,33 @@ def test_a_union_of_narrow_windows_goes_to_the_kernels_with_one_pass(monkeypatch
     assert (rule.record == rules.UNION_RECORD) == (first == "lists")
 
 
+@pytest.mark.parametrize(
+    ("near", "head_dim", "first"),
+    [
+        (Neighbourhood((257, 257), 33, dilation=2), 128, "hopper"),
+        (Neighbourhood((257, 257), 7, dilation=2), 64, "hopper"),  # 1.69 products for a tile of lists
+        (Neighbourhood((128, 128), 7, dilation=8), 64, "lists"),  # 2.00
+        (Neighbourhood((129, 129), 7, dilation=8), 72, "hopper"),  # 2.24
+        (Neighbourhood((33, 33, 33), 5, dilation=2), 128, "lists"),  # 2.47
+        (Neighbourhood((33, 33, 33), 5, dilation=2), 136, "hopper"),
+        (Neighbourhood((33, 33, 33), 5), 64, "hopper"),
+        (Neighbourhood((33, 33, 33), 5, dilation=2, stride=2), 64, "hopper"),
+        (Neighbourhood((24, 44, 80), (24, 4, 16), dilation=(1, 11, 5)), 128, "hopper"),  # 2.00, whole windows
+    ],
+    ids=str,
+)
+def test_residues_that_fill_few_boxes_go_to_lists(monkeypatch, near, head_dim, first):
+    device, heads = SimpleNamespace(type="cuda"), 64  # so that no call is short
+    q = SimpleNamespace(
+        device=device, shape=(1, near.length, heads, head_dim), dtype=torch.bfloat16, element_size=lambda: 2
+    )
+    monkeypatch.setattr(choice, "remembered_rules", lambda *_: ())
+    monkeypatch.setattr(choice, "_architecture", lambda device: "Hopper")
+    rule = choice.rule_for(q, Request(near.of_heads(2)), gradient=True)
+    assert rule.order[0] == first
+    assert (rule.record == rules.RESIDUES_RECORD) == (first == "lists")
+
+
 def test_a_short_call_on_a_grid_is_not_off_the_fast_path(monkeypatch):
     q = torch.ones(1, 256, 2, 64)
     monkeypatch.setattr(choice, "rule_for", lambda *_, **__: Rule(("lists", "hopper"), rules.HOST_RECORD))

@@ -20,7 +20,7 @@ from hilbert_lib.attention.grid_parts import has_all_keys
 from hilbert_lib.attention.request import WORKING_DTYPE, Request, Tensors
 from hilbert_lib.attention.triton.limits import MOST_SEQUENCES
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 
@@ -34,6 +34,8 @@ MOST_TILES = 1.125
 MOST_WINDOW, MOST_HEAD_DIM = 343, 128
 # From head_dim 65 on: cells of a window, or else boxes over tiles of lists, without a gradient and with one.
 WIDE_HEAD_DIM, SMALL_WINDOW, LEAST_BOXES = 65, 81, {False: 1.5, True: 1.15}
+# Of a dilated window: the most head_dim, and products of boxes over tiles of lists from where on lists take less time.
+LEAST_PRODUCTS = {64: 2.0, 128: 2.4}
 NOTE = "kernels that walk over lists of keys, made once for each grid and kept"
 
 
@@ -115,6 +117,27 @@ def _boxes_over_tiles(patterns: Patterns) -> float:
     from hilbert_lib.attention.triton.hopper.grid_launch import count_boxes  # triton is imported only where it is used
 
     return sum(map(count_boxes, patterns)) / grid_lists.count_tiles(patterns)
+
+
+def leads_residues(q: Tensor, request: Request) -> bool:
+    """Whether "lists" take less time than boxes on Hopper for a dilated window: where residues fill few boxes.
+
+    Not of strides, which were not timed.
+    """
+    pattern = request.pattern
+    if not isinstance(pattern, HeadNeighbourhoods) or request.part is not None or len(heads_by_patterns(pattern)) > 1:
+        return False
+    near = pattern.by_head[0]
+    least = next((least for most, least in LEAST_PRODUCTS.items() if q.shape[3] <= most), None)
+    is_timed = least is not None and max(near.dilation) > 1 and max(near.stride) == 1
+    return is_timed and _products_over_tiles(near) >= least
+
+
+@lru_cache(maxsize=256)
+def _products_over_tiles(near: Neighbourhood) -> float:
+    from hilbert_lib.attention.triton.hopper.grid_launch import count_products  # triton is imported where it is used
+
+    return count_products(near) / grid_lists.count_tiles((near,))
 
 
 def forward(inputs: Tensors, request: Request) -> tuple[Tensor, Tensor]:

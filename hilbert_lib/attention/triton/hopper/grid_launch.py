@@ -521,6 +521,21 @@ def count_boxes(near: Neighbourhood) -> int:
     return _copies(near, box, box)
 
 
+def count_products(near: Neighbourhood) -> int:
+    """The same, with windows cut at the ends of axes, and with both halves of every tile, also where one is empty.
+
+    >>> count_products(Neighbourhood((64, 64), 7)), count_products(Neighbourhood((64, 64), 7, dilation=8))
+    (384, 128)
+    """
+    tiling, axes = _tiling_of(near), plain.axes_of(near)
+    seen = [axis.window + size - 1 for axis, size in zip(axes, tiling.tile, strict=True)]
+    return 2 * sum(
+        _tiles(each.ranks, each.count, tiling.tile)
+        * prod(ceil(min(keys, n) / side) for keys, n, side in zip(seen, each.ranks, tiling.keys, strict=True))
+        for each in _residues_of(near)
+    )
+
+
 def _copies(near: Neighbourhood, box: tuple[int, int, int], sizes: tuple[int, ...]) -> int:
     # Boxes of keys that tiles of so many queries along each axis see.
     axes = plain.axes_of(near)
