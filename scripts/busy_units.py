@@ -6,8 +6,8 @@
 Each work is called once to compile and once under `ncu`, in a process of its own. A row is a launch: its time; the
 share of cycles in which the tensor cores and the issue of instructions are busy while the multiprocessors are; the
 shares of the peak rates of exponentials and of the memory; and the share of the time in which the multiprocessors have
-work. Where no share is near 100, something else binds, often a chain of steps. bfloat16, "hopper" but for lists. Needs
-a Hopper GPU and `ncu`.
+work. Where no share is near 100, something else binds, often a chain of steps. bfloat16, "hopper". Needs a Hopper GPU
+and `ncu`.
 """
 
 import sys
@@ -38,7 +38,7 @@ WORKS: dict[str, tuple[Pattern, dict]] = {
     "window 1": (Neighbourhood(SIDE, 1), {}),
     "window 3": (Neighbourhood(SIDE, 3), {}),
     "window 5": (Neighbourhood(SIDE, 5), {}),
-    "dilation that does not divide": (Neighbourhood((257, 257), WINDOW, dilation=2), {"backend": "lists"}),
+    "dilation that does not divide": (Neighbourhood((257, 257), WINDOW, dilation=2), {}),
 }
 METRICS = {
     "nanoseconds": "gpu__time_duration.sum",
