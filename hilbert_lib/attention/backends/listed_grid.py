@@ -30,7 +30,8 @@ MOST_CELLS, MOST_PAIRS = 1024, 2**19
 # merge at up to 1.11 times the tiles. From 1.26 times on it took 0.87 to 2.05, short calls apart (an H200,
 # reports/HISTORY.md).
 MOST_TILES = 1.125
-# Bounds within which one pass beats boxes part by part (the same record): cells of a window, and head_dim.
+# Bounds within which one pass beats boxes part by part (the same record): cells of a window, of a dilated one, too, and
+# head_dim.
 MOST_WINDOW, MOST_HEAD_DIM = 343, 128
 # From head_dim 65 on: cells of a window, or else boxes over tiles of lists, without a gradient and with one.
 WIDE_HEAD_DIM, SMALL_WINDOW, LEAST_BOXES = 65, 81, {False: 1.5, True: 1.15}
@@ -122,15 +123,16 @@ def _boxes_over_tiles(patterns: Patterns) -> float:
 def leads_residues(q: Tensor, request: Request) -> bool:
     """Whether "lists" take less time than boxes on Hopper for a dilated window: where residues fill few boxes.
 
-    Not of strides, which were not timed.
+    Not of strides, which were not timed, nor of wide windows, which led by boxes whatever their residues.
     """
     pattern = request.pattern
     if not isinstance(pattern, HeadNeighbourhoods) or request.part is not None or len(heads_by_patterns(pattern)) > 1:
         return False
     near = pattern.by_head[0]
+    if max(near.dilation) == 1 or max(near.stride) > 1 or prod(near.window) > MOST_WINDOW:
+        return False
     least = next((least for most, least in LEAST_PRODUCTS.items() if q.shape[3] <= most), None)
-    is_timed = least is not None and max(near.dilation) > 1 and max(near.stride) == 1
-    return is_timed and _products_over_tiles(near) >= least
+    return least is not None and _products_over_tiles(near) >= least
 
 
 @lru_cache(maxsize=256)
