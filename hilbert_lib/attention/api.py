@@ -289,7 +289,7 @@ def neighbourhood_attention(
             gradients.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve. "lists" is the kernels
             for points, on lists of the grid, which the first call makes: keep that outside of CUDA graphs. On Hopper
-            "auto" takes it first for short calls (docs/lists.md).
+            "auto" takes it first for short calls, for some unions and some dilated windows (docs/lists.md).
         return_lse: whether to return lse too.
 
     Returns:

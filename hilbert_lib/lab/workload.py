@@ -91,7 +91,7 @@ class Workload:
             heads, head_dim = size.split("x")
             heads, slash, kv_heads = heads.partition("/")
             heads, kv_heads, head_dim = (
-                checks.integer("heads and head_dim", int(n), least=1)
+                checks.integer("heads, KV heads and head_dim", int(n), least=1)
                 for n in (heads, kv_heads if slash else heads, head_dim)
             )
             near = Neighbourhood(shape, window, dilation=int(dilation) if colon else 1)

@@ -681,12 +681,15 @@ def test_a_union_of_narrow_windows_goes_to_the_kernels_with_one_pass(monkeypatch
         (Neighbourhood((33, 33, 33), 5, dilation=2), 128, "lists"),  # 2.47
         (Neighbourhood((33, 33, 33), 5, dilation=2), 136, "hopper"),
         (Neighbourhood((33, 33, 33), 5), 64, "hopper"),
+        (Neighbourhood((256, 256), 3, dilation=2), 64, "hopper"),  # 3.00, of residues of 128 x 128
+        (Neighbourhood((1, 30, 32), (1, 9, 9), dilation=(2, 1, 1)), 64, "hopper"),  # a dilation of one cell is none
+        (Neighbourhood((2**20,), 9, dilation=2**17), 64, "hopper"),
         (Neighbourhood((33, 33, 33), 5, dilation=2, stride=2), 64, "hopper"),
         (Neighbourhood((24, 44, 80), (24, 4, 16), dilation=(1, 11, 5)), 64, "hopper"),  # 2.00, of 1,536 cells
     ],
     ids=str,
 )
-def test_residues_that_fill_few_boxes_go_to_lists(monkeypatch, near, head_dim, first):
+def test_dilated_windows_on_small_residues_go_to_lists(monkeypatch, near, head_dim, first):
     device, heads = SimpleNamespace(type="cuda"), 64  # so that no call is short
     q = SimpleNamespace(
         device=device, shape=(1, near.length, heads, head_dim), dtype=torch.bfloat16, element_size=lambda: 2

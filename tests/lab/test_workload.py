@@ -190,7 +190,9 @@ def test_a_workload_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="is_causal must be False for a Neighbourhood, got True"):
         Workload(NEAR, 24, 2, 4, CPU, is_causal=True)
     for text in ("64x64 7x7", "64x64 7x7 0x16", "8x8 0x9 1x16", "one two three"):
-        with pytest.raises(ValueError, match=r"works must be grids, windows .*, heads and head_dim, such as .*; got"):
+        with pytest.raises(
+            ValueError, match=r"works must be grids, windows .*, heads .* and head_dim, such as .*; got"
+        ):
             Workload.on_grid(text, device=CPU)
 
 

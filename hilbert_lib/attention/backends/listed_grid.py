@@ -30,12 +30,14 @@ MOST_CELLS, MOST_PAIRS = 1024, 2**19
 # merge at up to 1.11 times the tiles. From 1.26 times on it took 0.87 to 2.05, short calls apart (an H200,
 # reports/HISTORY.md).
 MOST_TILES = 1.125
-# Bounds within which one pass beats boxes part by part (the same record): cells of a window, of a dilated one, too, and
-# head_dim.
+# Of a union in one pass (the same record): the most cells of a window, and the most head_dim. The bound of cells holds
+# for a dilated window, too.
 MOST_WINDOW, MOST_HEAD_DIM = 343, 128
 # From head_dim 65 on: cells of a window, or else boxes over tiles of lists, without a gradient and with one.
 WIDE_HEAD_DIM, SMALL_WINDOW, LEAST_BOXES = 65, 81, {False: 1.5, True: 1.15}
-# Of a dilated window: the most head_dim, and products of boxes over tiles of lists from where on lists take less time.
+# Of a dilated window: the most cells of a residue and of the grid along an axis (tiles of a longer side take long to
+# count); and by the most head_dim, the fewest products of boxes for a tile of lists at which lists come first.
+MOST_RANKS, MOST_SIDE = 32, 2**16
 LEAST_PRODUCTS = {64: 2.0, 128: 2.4}
 NOTE = "kernels that walk over lists of keys, made once for each grid and kept"
 
@@ -121,15 +123,19 @@ def _boxes_over_tiles(patterns: Patterns) -> float:
 
 
 def leads_residues(q: Tensor, request: Request) -> bool:
-    """Whether "lists" take less time than boxes on Hopper for a dilated window: where residues fill few boxes.
+    """Whether "lists" take less time than boxes on Hopper for a dilated window: where residues are small.
 
-    Not of strides, which were not timed, nor of wide windows, which led by boxes whatever their residues.
+    Boxes then compute many more products than lists have tiles. Not of strides, of larger residues, nor of larger
+    windows: with as many products none was timed.
     """
     pattern = request.pattern
     if not isinstance(pattern, HeadNeighbourhoods) or request.part is not None or len(heads_by_patterns(pattern)) > 1:
         return False
     near = pattern.by_head[0]
-    if max(near.dilation) == 1 or max(near.stride) > 1 or prod(near.window) > MOST_WINDOW:
+    axes = near.axes  # whose windows and dilations are no larger than the grid
+    if all(axis.dilation == 1 for axis in axes) or prod(axis.window for axis in axes) > MOST_WINDOW:
+        return False
+    if any(axis.stride > 1 or axis.cells > min(MOST_RANKS * axis.dilation, MOST_SIDE) for axis in axes):
         return False
     least = next((least for most, least in LEAST_PRODUCTS.items() if q.shape[3] <= most), None)
     return least is not None and _products_over_tiles(near) >= least

@@ -452,7 +452,7 @@ def for_grids_by_dtype() -> dict[str, tuple]:
 
 
 def strided_kernels() -> dict[str, tuple]:
-    """The kernels by boxes of a plane with strides, and of residues of two sizes (one launch of each).
+    """The kernels by boxes of a plane with strides, and of residues of two sizes (one launch of each kernel).
 
     Of forwards also those with boxes of keys of another form than a group's.
     """

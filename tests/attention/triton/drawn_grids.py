@@ -81,6 +81,7 @@ WHOLE = {
     "frames by columns": ((Neighbourhood((4, 12, 16), (4, 8, 8), stride=(1, 4, 8)),), 0),
     "all frames": ((Neighbourhood((6, 16, 16), (6, 8, 16), stride=(1, 8, 16)),), 0),
     "residues of two sizes": ((Neighbourhood((65, 49), 16, stride=(16, 8), dilation=2),), 70),
+    "all of the short residues": ((Neighbourhood((33, 32), 16, stride=16, dilation=2),), 0),
 }  # fmt: skip
 
 # A volume for each shape of a box.
@@ -149,7 +150,7 @@ UNEVEN = (3, 6, 7, 10, 13, 14, 19)
 
 
 def uneven(number: int) -> Case:
-    """The same on a grid whose sides are no multiples of its dilations, where its axes allow that."""
+    """The call `drawn(number)` on a grid whose sides are no multiples of its dilations, where its axes allow that."""
     case = drawn(number)
     sides = [axis.cells + (0 if axis.edge == "wrap" else axis.dilation - 1) for axis in case.windows[0].axes]
     return case._replace(windows=tuple(replace(near, shape=sides) for near in case.windows))

@@ -164,6 +164,8 @@ def test_groups_that_share_a_tile_go_on_in_any_order(monkeypatch, sources, head_
         (Neighbourhood((256, 256), 80, stride=16, edge="clip"), False),
         (Neighbourhood((256, 256), 80, stride=16, is_causal=(True, False)), False),
         (Neighbourhood((64, 64), (80, 64), stride=16), True),
+        (Neighbourhood((33, 32), 16, stride=16, dilation=2), True),
+        (Neighbourhood((31, 32), 16, stride=16, dilation=2), False),  # more than the 15 cells of a short residue
     ],
     ids=str,
 )
@@ -174,10 +176,11 @@ def test_queries_of_a_tile_share_a_window_of_whole_boxes_where_it_is_said(source
         ndim = len(near.axes)
         for axis, keys, queries in zip(near.axes, tiling.keys[-ndim:], tiling.tile[-ndim:], strict=True):
             cells = torch.arange(axis.cells)
-            for tile in cells.split(queries):
-                seen = axis.attends(tile[:, None], cells)  # (queries, keys)
-                assert (seen == seen[0]).all()
-                assert seen[0].sum() % keys == 0
+            for residue in range(axis.dilation):
+                for tile in cells[residue :: axis.dilation].split(queries):
+                    seen = axis.attends(tile[:, None], cells)  # (queries, keys)
+                    assert (seen == seen[0]).all()
+                    assert seen[0].sum() % keys == 0
 
 
 @pytest.mark.parametrize("name", WHOLE_WINDOWS)

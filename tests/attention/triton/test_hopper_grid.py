@@ -244,7 +244,7 @@ def test_auto_takes_them_for_tokens_that_are_stored_row_by_row():
 
 # A bias by relative position.
 
-# All but those whose table is refused.
+# All but the one whose gradient of a bias has no room.
 BIASED_RULES = [rules for rules in RULES if rules != "volume, outgrown"]
 BIASED = AllPairs([BIASED_RULES, ["grouped", GROUPED_WINDOWS], list(NORM_TOLERANCE), [16, 64, 128]])
 REFUSED = "sums the gradient of a bias in 49,152 bytes"  # of larger windows

@@ -104,7 +104,7 @@ def errors(said: str) -> int:
 
 def races(said: str) -> list[set[str]]:
     """The accesses of each race that racecheck reports: file and line, or all that it says of one without them."""
-    # It then watches on, and reports no more of what it finds.
+    # racecheck then reports no further hazards.
     assert "Maximum number of hazards reached" not in said, "a family has too many calls for racecheck"
     (count,) = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed", said)
     access = re.compile(r"access at (?:.* in (\S+:\d+)|(.*?))(?: \[\d+ hazards?\])?$", re.MULTILINE)
@@ -150,7 +150,7 @@ def row_lines() -> set[str]:
 
 def ceiling_lines() -> set[str]:
     """Where the copying warp tells which keys are padding, and the groups read it: one thread arrives, as with
-    `row_lines`. The compiler reads a ceiling where it is first used.
+    `row_lines`. A load may carry the line of its first use: the lines of whole functions are allowed.
     """
     told = ("state_of", "tell", "tell_ceilings", "told_of", "without_told", "without_masked")
     lines = set()

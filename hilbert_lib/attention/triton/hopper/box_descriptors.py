@@ -12,12 +12,12 @@ from hilbert_lib.attention.triton.hopper import tiles
 
 
 class Extent(NamedTuple):
-    """The cells of a grid that are the rows of a tensor, and those of them that a launch reaches, along three axes."""
+    """The grid in whose order a tensor's rows lie, and the residues that a launch reads, along three axes."""
 
     shape: tuple[int, ...]  # cells
     dilation: tuple[int, ...]
     ranks: tuple[int, ...]  # cells of a residue
-    last: tuple[int, ...]  # residue
+    last: tuple[int, ...]  # the last residue
 
 
 def extra_extent(count: int) -> Extent:

@@ -197,7 +197,8 @@ def residues_of(axes, AXIS: gl.constexpr, RULES: gl.constexpr):
     """The first residue of a launch along an axis, and their number."""
     d = axes.d[AXIS]
     if is_split(RULES):
-        # All cells of residues with m ranks each would be more than the axis has, or fewer: the first or the last.
+        # d residues of m ranks would have more cells than the axis (these are the first, long residues), or fewer
+        # (these are the last, short ones).
         excess = axes.m[AXIS] * d - axes.n[AXIS]
         return gl.maximum(0 - excess, 0), gl.where(excess > 0, d - excess, d + excess)
     else:

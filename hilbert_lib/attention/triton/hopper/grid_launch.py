@@ -77,7 +77,7 @@ def refusal(q: Tensor, request: Request) -> str:
     for n, axis in enumerate(axes):
         if request.part and axis.cells % axis.dilation:
             sides = f"{axis.cells} and {axis.dilation} along axis {n}"
-            return f"reads parts of grids whose sides are multiples of dilation, got {sides}"
+            return f"reads parts only of grids whose sides are multiples of dilation, got {sides}"
     return _refusal_of_bias_gradient(q, request) if request.bias_gradient else ""
 
 
@@ -138,6 +138,7 @@ def _tiling_of_whole_windows(neighbourhoods: tuple[Neighbourhood, ...]) -> "_Til
             axis.edge == "shift"
             and not axis.is_causal
             and axis.window % keys == 0
+            and axis.window <= axis.cells // axis.dilation  # in the residues that have the fewest cells, too
             and (axis.stride % queries == 0 or axis.window * axis.dilation == axis.cells)
             for axis, keys, queries in zip(plain.axes_of(near), tiling.keys, tiling.tile, strict=True)
         )
@@ -269,7 +270,7 @@ def _start(
     request: Request, table: Tensor | None, heads: int, *, residues: "_Residues", programs: int = 1,
     tiling: "_Tiling | None" = None, **named,
 ) -> Start:  # fmt: skip
-    # The launch for the tiles of `heads` heads and of some residues, with `programs` on a multiprocessor. tensors:
+    # The launch for the tiles of `heads` heads and of `residues`, with `programs` on a multiprocessor. tensors:
     # (tensors on the grid that are read, extra keys, results). by_query: whether what is read, and each result, has a
     # row for each query. moves: argument names of steps along axes of heads, of the read tensors, of the results, and
     # of the extra keys. table: of bias. tiling: unless it is that of `_tiling_of`.
@@ -466,7 +467,7 @@ class _Tiling(NamedTuple):
 
 
 class _Residues(NamedTuple):
-    """Residues with as many cells, along each of three axes: a launch has them."""
+    """The residues of a launch: along each of three axes they have equally many cells."""
 
     ranks: tuple[int, ...]  # cells of a residue
     first: tuple[int, ...]
@@ -522,7 +523,9 @@ def count_boxes(near: Neighbourhood) -> int:
 
 
 def count_products(near: Neighbourhood) -> int:
-    """The same, with windows cut at the ends of axes, and with both halves of every tile, also where one is empty.
+    """Products of 64 queries and 64 keys for one sequence and head, whatever the stride.
+
+    Windows are cut at the ends of axes. Both halves of every tile count, also where one is empty.
 
     >>> count_products(Neighbourhood((64, 64), 7)), count_products(Neighbourhood((64, 64), 7, dilation=8))
     (384, 128)
@@ -562,7 +565,7 @@ def _all_tiles(near: Neighbourhood, sizes: Iterable[int]) -> int:
 
 
 def _tiles(ranks: Iterable[int], residues: Iterable[int], sizes: Iterable[int]) -> int:
-    # The same of so many residues of so many cells.
+    # Number of tiles of so many residues, each of so many cells.
     return prod(count * ceil(n / size) for n, count, size in zip(ranks, residues, sizes, strict=True))
 
 
