@@ -259,15 +259,18 @@ def backward(
     return start(starts, call, "grid backward on hopper", *request.options, made=made, finish=finish)
 
 
-def _starts(kernel, *arguments, **named) -> list[Start]:
+def _starts(
+    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple[bool, ...], inputs: Tensors,
+    request: Request, table: Tensor | None, heads: int, **named,
+) -> list[Start]:  # fmt: skip
     # The launches of a kernel, one for the residues of each size.
-    near = arguments[5].neighbourhoods[0]
-    return [_start(kernel, *arguments, residues=residues, **named) for residues in _residues_of(near)]
+    given = moves, pointers, tensors, by_query, inputs, request, table, heads
+    return [_start(kernel, *given, each, **named) for each in _residues_of(request.neighbourhoods[0])]
 
 
 def _start(
     kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple[bool, ...], inputs: Tensors,
-    request: Request, table: Tensor | None, heads: int, *, residues: "_Residues", programs: int = 1,
+    request: Request, table: Tensor | None, heads: int, residues: "_Residues", *, programs: int = 1,
     tiling: "_Tiling | None" = None, **named,
 ) -> Start:  # fmt: skip
     # The launch for the tiles of `heads` heads and of `residues`, with `programs` on a multiprocessor. tensors:
@@ -484,8 +487,8 @@ def _residues_of(near: Neighbourhood) -> list[_Residues]:
     sizes = []
     for axis in plain.axes_of(near):
         ranks, longer = divmod(axis.cells, axis.dilation)
-        residues = (ranks + 1, 0, longer), (ranks, longer, axis.dilation - longer)
-        sizes.append([each for each in residues if each[2]])
+        long, short = (ranks + 1, 0, longer), (ranks, longer, axis.dilation - longer)
+        sizes.append([long, short] if longer else [short])
     return [_Residues(*zip(*each, strict=True)) for each in product(*sizes)]
 
 
@@ -592,10 +595,8 @@ def _form(near: Neighbourhood, part: GridPart | None, tiling: "_Tiling", residue
         tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation), part is not None,
         residues.count != dilation,
     )  # fmt: skip
-    of_queries, of_keys = (
-        Extent(rows, dilation, ranks, residues.last),
-        Extent(shape, dilation, residues.ranks, residues.last),
-    )
+    of_queries = Extent(rows, dilation, ranks, residues.last)
+    of_keys = Extent(shape, dilation, residues.ranks, residues.last)
     tiles = tuple(_tiles(x, residues.count, tiling.tile) for x in (computed, residues.ranks))
     return _Form(of_queries, of_keys, tiles, rules)
 
