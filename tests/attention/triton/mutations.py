@@ -254,8 +254,8 @@ hopper.backward, 31: a block that sees some keys of a group is passed over
 -first_masked = (first_query_of(own_lowest, origin, r) - begin) // BLOCK_M
 +first_masked = gl.cdiv(first_query_of(own_lowest, origin, r) - begin, BLOCK_M)
 hopper.steps, mask 0: masked keys have weight
--if state_of(ceilings, block) == SOME_MASKED
-+if state_of(ceilings, block) == END
+-if tiles.told(ceilings.states, block) == SOME_MASKED
++if tiles.told(ceilings.states, block) == END
 hopper.steps, mask 0: the second half of a block has the masks of the first
 -.slice(FIRST, scores
 +.slice(0, scores

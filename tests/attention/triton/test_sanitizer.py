@@ -149,13 +149,18 @@ def row_lines() -> set[str]:
 
 
 def ceiling_lines() -> set[str]:
-    """Where the copying warp tells which keys are padding, and the groups read it: one thread arrives, as with
-    `row_lines`. A load may carry the line of its first use: the lines of whole functions are allowed.
+    """Where the copying warp tells which keys are padding, and the groups read it.
+
+    One thread arrives, as with `row_lines`. A load may carry the line of its first use: the lines of whole functions
+    are allowed.
     """
-    told = ("state_of", "tell", "tell_ceilings", "told_of", "without_told", "without_masked")
+    told = {
+        "tiles.py": ("tell", "told"),
+        "steps.py": ("tell_ceilings", "told_of", "without_told", "without_masked"),
+    }
     lines = set()
     for file, node in nodes():
-        if file == "steps.py" and isinstance(node, ast.FunctionDef) and node.name in told:
+        if isinstance(node, ast.FunctionDef) and node.name in told.get(file, ()):
             lines |= {f"{file}:{line}" for line in range(node.body[0].lineno, node.end_lineno + 1)}
     return lines
 

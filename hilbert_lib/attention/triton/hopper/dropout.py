@@ -194,11 +194,9 @@ def kept_columns(drops, numbers, block, FIRST: gl.constexpr, COLUMNS: gl.constex
 
     Bit 2 p + c is that of column 16 p + 2 q + c for thread q of a row, and bit 16 + 2 p + c that of the column 8 on.
     """
-    STAGES: gl.constexpr = numbers.fours.shape[0]
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     gl.static_assert(COLUMNS <= 128, "a word has 32 bits")
-    four = gl.max(numbers.fours.index(block % STAGES).load(ONE), 0) + FIRST // 4
-    branch = gl.max(numbers.branches.index(block % STAGES).load(ONE), 0)
+    four = tiles.told(numbers.fours, block) + FIRST // 4
+    branch = tiles.told(numbers.branches, block)
     quad = gl.arange(0, QUADS, gl.SliceLayout(0, drops.rows.type.layout))[None, :]  # [1, QUADS]
     of_queries = _of_queries(drops, drops.rows, branch)  # [rows, QUADS] each
     kept = gl.zeros_like(drops.rows)  # [GROUP_ROWS, 4]

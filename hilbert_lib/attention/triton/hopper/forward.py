@@ -34,7 +34,6 @@ from hilbert_lib.attention.triton.hopper.steps import (
     seen_keys,
     softmax,
     step,
-    tell,
     tell_ceilings,
     v_free,
     values,
@@ -185,8 +184,8 @@ def _copy_block(
     if PADDING:
         tell_ceilings(ceilings, block, is_kept, kept_count)
     if DROPOUT:
-        tell(numbers.fours, block, j // 4)
-        tell(numbers.branches, block, branch)
+        tiles.tell(numbers.fours, block, j // 4)
+        tiles.tell(numbers.branches, block, branch)
     if PADDING or DROPOUT:
         mbarrier.arrive(ring.k_full.index(stage))
     if block >= STAGES:
@@ -203,7 +202,7 @@ def _end(ring, ceilings, block, tile_size):
     if tile_size > 0:
         if block >= STAGES:
             tiles.meet(k_free(ring, block))
-        tell(ceilings.states, block, END)
+        tiles.tell(ceilings.states, block, END)
         mbarrier.arrive(ring.k_full.index(block % STAGES), count=2)
 
 

@@ -87,25 +87,10 @@ def is_listed(causal, padding):
 
 
 @gluon.jit
-def state_of(ceilings, block):
-    """The state of a block's stage, which is full."""
-    STAGES: gl.constexpr = ceilings.states.shape[0]
-    return gl.max(ceilings.states.index(block % STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def goes_on(ring, ceilings, block):
     """Whether a listed block is there, once that is known."""
     tiles.wait_full(ring.k_full, block)
-    return state_of(ceilings, block) != END
-
-
-@gluon.jit
-def tell(stages, block, number):
-    """Write a number for a block's stage."""
-    STAGES: gl.constexpr = stages.shape[0]
-    zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
-    stages.index(block % STAGES).store(zero + number)
+    return tiles.told(ceilings.states, block) != END
 
 
 @gluon.jit
@@ -114,14 +99,14 @@ def tell_ceilings(ceilings, block, is_kept, kept_count):
     STAGES: gl.constexpr = ceilings.rows.shape[0]
     row = gl.where(is_kept, float("inf"), float("-inf"))  # [rows]
     ceilings.rows.index(block % STAGES).store(row.to(ceilings.rows.dtype))
-    tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
+    tiles.tell(ceilings.states, block, gl.where(kept_count < is_kept.shape[0], SOME_MASKED, NONE_MASKED))
 
 
 @gluon.jit
 def told_of(ceilings, block, COLUMNS: gl.constexpr):
     """The state and the ceilings of a block of COLUMNS keys, for `without_told`."""
     row = ceilings.rows.index(block % ceilings.rows.shape[0])  # [columns]
-    return state_of(ceilings, block), row.load(gl.SliceLayout(0, tiles.product_layout(COLUMNS)))
+    return tiles.told(ceilings.states, block), row.load(gl.SliceLayout(0, tiles.product_layout(COLUMNS)))
 
 
 @gluon.jit
@@ -137,7 +122,7 @@ def without_told(scores, told):
 def without_masked(scores, ceilings, block, FIRST: gl.constexpr):
     """Scores of keys from the FIRST of a block on, -inf for masked ones, whatever these hold."""
     STAGES: gl.constexpr = ceilings.rows.shape[0]
-    if state_of(ceilings, block) == SOME_MASKED:
+    if tiles.told(ceilings.states, block) == SOME_MASKED:
         row = ceilings.rows.index(block % STAGES).slice(FIRST, scores.shape[1], 0)  # [columns]
         row = row.load(gl.SliceLayout(0, scores.type.layout)).to(gl.float32)  # [rows]
         scores = gl.minimum(scores, row[None, :])  # [GROUP_ROWS, columns]

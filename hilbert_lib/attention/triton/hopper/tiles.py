@@ -123,6 +123,21 @@ def wait_full(full, block):
 
 
 @gluon.jit
+def tell(stages, block, number):
+    """Write a number for a block's stage; stages is [stages, 1]. The warp that copies calls this."""
+    STAGES: gl.constexpr = stages.shape[0]
+    zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
+    stages.index(block % STAGES).store(zero + number)
+
+
+@gluon.jit
+def told(stages, block):
+    """The number that was written for a block's stage, which is full. A group calls this."""
+    STAGES: gl.constexpr = stages.shape[0]
+    return gl.max(stages.index(block % STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def counted(block):
     """The number of a block, not negative to the compiler: its stage then needs no care for a sign.
 

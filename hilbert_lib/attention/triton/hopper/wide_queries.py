@@ -121,8 +121,8 @@ def _copy_segment(
         corner = (b, row + j, residue)
         wide.fetch(k_low, k_high, corner, g, shared.k, shared.k_full, shared.k_free, block)
         if DROPOUT:
-            steps.tell(numbers.fours, block, j // 4)
-            steps.tell(numbers.branches, block, branch)
+            tiles.tell(numbers.fours, block, j // 4)
+            tiles.tell(numbers.branches, block, branch)
             mbarrier.arrive(shared.k_full.index(block % shared.k_full.shape[0]))
         wide.fetch(v_low, v_high, corner, g, shared.v, shared.v_full, shared.v_free, block)
         block = tiles.counted(block + 1)
