@@ -236,7 +236,7 @@ def test_every_tile_of_a_kernel_says_its_shape():
         ("grid", "scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]", ""),
         ("forward", "acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]", "# [BLOCK_M]"),
         ("hopper.backward", "k_rows = k_rows.load(gl.DotOperandLayout(0, SCORES, 2))  # [GROUP_ROWS, BLOCK_D]", ""),
-        ("hopper.steps", "scores = masked(scores, seen_count)  # [GROUP_ROWS, KEYS]", "# [GROUP_ROWS, BLOCK_D]"),
+        ("hopper.steps", "scores = order.masked(scores, sight)  # [GROUP_ROWS, KEYS]", "# [GROUP_ROWS, BLOCK_D]"),
     ],
 )
 def test_a_tile_that_says_no_shape_or_a_wrong_one_is_found(module, line, planted):

@@ -161,18 +161,19 @@ def key_range(
         keys  0 ......... full .......... end ....... n
               no mask     masked          not read
 
-    The segment holds n keys. All queries see the first `full`, which are whole blocks. Some see the first `end`.
+    The segment holds n keys. All queries see the first `full`, which are whole blocks. Some see the first `end`. Of one
+    branch these are numbers, of all branches at once tensors of 8.
     """
-    n = segment_rows(start, w, r, o, keys)
-    end = n
-    full = n
+    n = segment_rows(start, w, r, o, keys)  # [8]
+    end = n  # [8]
+    full = n  # [8]
     if CAUSAL:
-        end = tl.minimum(n, (tl.minimum(highest - start, w - 1) - o + r) // r)
-        full = tl.minimum(n, (lowest - start - o + r) // r)
-    is_one_segment = (start <= lowest) & (highest - start < w)
-    full = tl.where(is_one_segment, full // BLOCK_N * BLOCK_N, 0)
+        end = tl.minimum(n, (tl.minimum(highest - start, w - 1) - o + r) // r)  # [8]
+        full = tl.minimum(n, (lowest - start - o + r) // r)  # [8]
+    is_one_segment = (start <= lowest) & (highest - start < w)  # [8]
+    full = tl.where(is_one_segment, full // BLOCK_N * BLOCK_N, 0)  # [8]
     if PADDING:
-        full = full * 0
+        full = full * 0  # [8]
     return n, full, end
 
 

@@ -45,6 +45,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
         f"{PACKAGE}.hopper.{name}"
         for name in (
             "tiles",
+            "order",
             "steps",
             "dropout",
             "forward",

@@ -148,10 +148,10 @@ hopper.tiles, 19: there is one stage only
 hopper.tiles, 19: the copying warp does not count
 -def arrive(barrier, THREADS: gl.constexpr = 288)
 +def arrive(barrier, THREADS: gl.constexpr = 256)
-hopper.steps, 19: causal: a query misses its own key
+hopper.order, 19: causal: a query misses its own key
 -(query - key + r) // r
 +(query - key) // r
-hopper.steps, 19: causal: it sees the next key
+hopper.order, 19: causal: it sees the next key
 -(query - key + r) // r
 +(query - key + 2 * r) // r
 hopper.steps, 19: tiles of k and v share barriers
@@ -184,24 +184,45 @@ hopper.steps, 14: scores are used before they are computed
 +scores = warpgroup_mma_wait(2, deps=[score_token])  # [GROUP_ROWS, KEYS]
 +    if PADDING
 hopper.steps, 14: earlier sums keep their scale
--    if WHOLE:
--        acc = scaled_if_any(acc, decay)
-+    if WHOLE:
-+        acc = acc
+-    acc = scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
+-    return acc, total, m, as_operand
++    acc = acc
++    return acc, total, m, as_operand
 hopper.forward, 14: a tile of k is overwritten
 -    if block >= STAGES:
 -        tiles.meet(k_free(ring, block))
 -    mbarrier
 +    mbarrier
-hopper.forward, 19: further branches lose their first block
--begin = gl.where(i == first_branch, BLOCK_N, 0)
-+begin = BLOCK_N
-hopper.forward, 19: the last branch is dropped
--for i in range(first_branch, N_BRANCHES):
-+for i in range(first_branch, N_BRANCHES - 1):
-hopper.forward, 19: blocks that the other group alone sees are not passed over
--unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
-+unseen = 0
+hopper.forward, 19: a tile without whole blocks takes its first one twice
+-range(gl.maximum(whole, 1), blocks)
++range(whole, blocks)
+hopper.forward, far: blocks that the other group alone sees are not passed over
+-for block in range(blocks, every):
++for block in range(blocks, blocks):
+hopper.forward, far: the first group keeps its last tile of v
+-        if CUT and NUMBER == 0:
+-            tiles.arrive(v_free(ring, blocks - 1))
+hopper.forward, 19: a block is said to begin where its segment does
+-n - j, start + o + j * r, r
++n - j, start + o, r
+hopper.order, 19: the second group ends with the first
+-own = first if NUMBER == 0 else every
++own = first
+hopper.order, 19: blocks that some rows see in part go without a mask
+-if fewest < scores.shape[1]:
++if fewest < 0:
+hopper.order, 19: the lowest query of a group decides for all its rows
+-seen_keys(left, key, rate, sight.query, CAUSAL)
++seen_keys(left, key, rate, sight.query * 0 + sight.lowest, CAUSAL)
+hopper.order, 19: blocks that one group sees come with the whole ones
+-    whole = gl.minimum(full, end) // BLOCK_N
++    whole = gl.cdiv(first_end, BLOCK_N)
+hopper.order, 19: a part begins with the last block of the one before
+-gl.where(part == 1, whole, first))
++gl.where(part == 1, whole, first - 1))
+hopper.order, 8: a segment is said to have all its keys left at each block
+-    tiles.tell(cuts.left, block, left)
++    tiles.tell(cuts.left, block, left + 128)
 hopper.forward, 18: every branch is a block short
 -gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
 +gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N) - 1, 0), 0)
@@ -275,8 +296,8 @@ hopper.forward, mask 0: the end is told in a stage that is still read
 -        if block >= STAGES:
 -            tiles.meet(k_free(ring, block))
 hopper.forward, mask 0: a tile of k is used before its masks are there
--count=2 if PADDING or DROPOUT else 1
-+count=2 if DROPOUT else 1
+-count=2 if PADDING or DROPOUT or SORTED else 1
++count=2 if DROPOUT or SORTED else 1
 hopper.backward, mask 0: masked keys have a gradient
 -gl.where(is_there[:, None], weights, 0.0)
 +gl.where(is_there[:, None], weights, weights)

@@ -236,22 +236,40 @@ def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
 
 
 @pytest.mark.parametrize(
-    ("start", "sampled", "every", "least"),
+    ("start", "sampled", "every", "loops", "least"),
     [
-        ("forward 128 False False", 0, 1, 64),
-        ("forward 256 False", 0, 1, 32),
-        ("padded forward 128 False", 1, 1, 64),
-        ("dropout forward 128 False", 1, 1, 64),
-        ("grid forward 128", 1, 2, 32),
-        ("whole forward 128", 1, 1, 64),
-        ("small forward 128", 0, 1, 32),
+        ("forward 128 False False", 0, 1, 1, 64),
+        ("forward 128 True", 0, 2, 2, 64),
+        ("forward 256 False", 0, 1, 1, 32),
+        ("forward 256 True", 0, 1, 2, 32),
+        ("packed forward 128", 1, 2, 2, 64),
+        ("padded forward 128 False", 1, 1, 1, 64),
+        ("dropout forward 128 False", 1, 1, 1, 64),
+        ("dropout forward 128 True", 0, 1, 2, 64),
+        ("grid forward 128", 1, 2, 1, 32),
+        ("whole forward 128", 1, 1, 1, 64),
+        ("small forward 128", 0, 1, 1, 32),
     ],
 )
-def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, some, start, sampled, every, least):
-    """ptxas would move it before them, in one of the two groups, which have one for each of so many scores."""
+def test_the_wait_for_the_product_with_v_stays_behind_exponentials(
+    on_hopper, some, start, sampled, every, loops, least
+):
+    """ptxas would move it before them, in one of the two groups, which have one for each of so many scores.
+
+    Where blocks are cut off a group has a loop over whole blocks and one over the others.
+    """
     for name, facts in some(f"hopper {start}", sampled, every).items():
-        assert len(facts["exponentials"]) == 2, name
+        assert len(facts["exponentials"]) == 2 * loops, name
         assert min(facts["exponentials"]) >= least, name
+
+
+@pytest.mark.parametrize(
+    ("start", "sampled", "every"),
+    [("forward 128 True", 0, 2), ("packed forward 128", 1, 2)],
+)
+def test_loops_over_blocks_that_may_be_cut_off_keep_nothing_in_memory(on_hopper, some, start, sampled, every):
+    for name, facts in some(f"hopper {start}", sampled, every).items():
+        assert facts["in loops"] == 0, name
 
 
 def programs_of(name: str) -> int:

@@ -248,6 +248,16 @@ def test_they_equal_it_beside_a_mask_of_keys(sources, seed, mask):
     assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
 
 
+# Tiles of 128 queries at every eighth position: the second group alone sees several blocks of the branch of rate 1.
+FAR = Case(
+    DilatedPattern((1024, 1024), (8, 1)), 1024, 1, 1, 128, True, 128**-0.5, 1, "bshd", torch.bfloat16, None
+)  # fmt: skip
+
+
+def test_the_second_group_goes_on_alone(sources):
+    assert fault_of(sources, FAR, False) is None
+
+
 def dropping(seed: int, mask: str, dropout_p: float, is_deterministic: bool) -> tuple[Case, bool]:
     """A case of DROPPED, and whether torch asks for determinism."""
     return drawn(seed)._replace(mask=mask, dropout_p=dropout_p, query_start=None), is_deterministic

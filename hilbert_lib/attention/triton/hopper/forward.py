@@ -7,6 +7,8 @@ multiplies 64 queries (`steps` has the work on one block of keys):
     copying warp   k0 v0 | k1 v1 | k2 v2 | ...            a ring of stages in shared memory
     group 0        products | softmax  | products | ...    one group has the tensor cores
     group 1                 | products | softmax  | ...    while the other is at its softmax
+
+Where blocks are cut off, `order` says which comes when.
 """
 
 from triton.experimental import gluon
@@ -14,10 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton import geometry
-from hilbert_lib.attention.triton.hopper import dropout, tiles
+from hilbert_lib.attention.triton.hopper import dropout, order, tiles
 from hilbert_lib.attention.triton.hopper.steps import (
     END,
-    are_sorted,
     as_operand,
     ceilings_of,
     goes_on,
@@ -26,17 +27,16 @@ from hilbert_lib.attention.triton.hopper.steps import (
     is_listed,
     k_free,
     keys_at_once,
-    masked,
     normalized,
     nothing,
     pass_over,
     scores_alone,
-    seen_keys,
     softmax,
     step,
     tell_ceilings,
     v_free,
     values,
+    whole_first,
 )
 
 
@@ -80,29 +80,33 @@ def forward_kernel(
         fours = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers_of_branches = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers = dropout.Numbers(fours, numbers_of_branches)
+    SORTED: gl.constexpr = whole_first(BLOCK_D, CAUSAL, MASKED, PADDING)
+    cuts = k_full  # [STAGES, 1]; this stands in for them where no block is cut off
+    if SORTED:
+        cuts = order.cuts_of(STAGES)
     PACKED: gl.constexpr = documents is not None
     tables = (branches, offsets, items, classes)
     if PACKED:
         tables = (branches, offsets, items, classes, documents)
     sizes, grid = (first_query, queries, keys, heads, group), (chunk, stride, chunks, phases, count)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=2 if PADDING or DROPOUT else 1)
+        mbarrier.init(k_full.index(stage), count=2 if PADDING or DROPOUT or SORTED else 1)
         mbarrier.init(v_full.index(stage), count=1)
     # The arguments are written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
-            0, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
-            stride_qb, stride_qn, stride_qh, sizes, grid,
+            0, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, cuts, seed, scale,
+            drop_below, stride_qb, stride_qn, stride_qh, sizes, grid,
             HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT, PACKED,
         )),
         (_attend, (
-            1, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
-            stride_qb, stride_qn, stride_qh, sizes, grid,
+            1, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, cuts, seed, scale,
+            drop_below, stride_qb, stride_qn, stride_qh, sizes, grid,
             HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT, PACKED,
         )),
         (copy_keys, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, branch_ids, padding, ring, ceilings,
-            numbers, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, PADDING, DROPOUT, PACKED,
+            numbers, cuts, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, SORTED, PADDING, DROPOUT, PACKED,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
@@ -119,47 +123,77 @@ def tile_of(tables, sizes, grid, PACKED: gl.constexpr):
 
 @gluon.jit
 def copy_keys(
-    k_descriptors, v_descriptors, tables, branch_ids, padding, ring, ceilings, numbers, sizes, grid,
-    BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr,
-    DROPOUT: gl.constexpr, PACKED: gl.constexpr,
+    k_descriptors, v_descriptors, tables, branch_ids, padding, ring, ceilings, numbers, cuts, sizes, grid,
+    BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, SORTED: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of k and v into the ring of stages, in the order in which the groups take them.
 
+    With SORTED that is the order of `order`, and `Cuts` come with them; else branch after branch.
     With PADDING they come with the ceilings of their scores, and unless CAUSAL no tile comes whose keys are all masked.
     """
     b, _, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
-    keys, g = sizes[2], branches[3]
     block = 0
+    if SORTED:
+        for part in range(order.PARTS):
+            block = _copy_part(
+                part, k_descriptors, v_descriptors, branch_ids, padding, ring, ceilings, numbers, cuts, sizes[2], b,
+                tile, branches, place, block, BLOCK_N, N_BRANCHES, CAUSAL, SORTED, PADDING, DROPOUT, PACKED,
+            )  # fmt: skip
+    else:
+        block = _copy_part(
+            0, k_descriptors, v_descriptors, branch_ids, padding, ring, ceilings, numbers, cuts, sizes[2], b,
+            tile, branches, place, block, BLOCK_N, N_BRANCHES, CAUSAL, SORTED, PADDING, DROPOUT, PACKED,
+        )  # fmt: skip
+    if is_listed(CAUSAL, PADDING):
+        _end(ring, ceilings, block, tile.size)
+
+
+@gluon.jit
+def _copy_part(
+    part, k_descriptors, v_descriptors, branch_ids, padding, ring, ceilings, numbers, cuts, keys, b, tile, branches,
+    place, block, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, SORTED: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The number of blocks after the tiles of a part of all branches, as `order.part_of` has them, are copied.
+
+    Without SORTED there is one part.
+    """
+    g = branches[3]
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if (tile.size > 0) & inside:
             n, _, end = geometry.key_range(
                 start, w, r, o, place.keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
             )
+            begin = 0
+            if SORTED:
+                begin, end = order.part_of(part, start, w, r, o, place.keys, tile, BLOCK_N, CAUSAL)
             row, residue = tiles.placed_coordinates(start + o, place, r, n, keys, PACKED)
             branch = i
             if DROPOUT:
                 branch = gl.load(branch_ids + i)
             if PADDING:
                 masks = padding + b.to(gl.int64) * keys + start + o
-                following = _masks_of(masks, 0, n, r, BLOCK_N)  # [BLOCK_N]
-            for j in range(0, end, BLOCK_N):
+                following = _masks_of(masks, begin, n, r, BLOCK_N)  # [BLOCK_N]
+            for j in range(begin, end, BLOCK_N):
+                cut = n - j, start + o + j * r, r
                 if PADDING:
                     is_kept = following == 0  # [BLOCK_N]
                     following = _masks_of(masks, j + BLOCK_N, n, r, BLOCK_N)  # [BLOCK_N]
                     kept_count = gl.sum(is_kept.to(gl.int32), 0)
                     if CAUSAL | (kept_count > 0):
                         block = _copy_block(
-                            k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, block, b, row, j, residue, g,
-                            branch, is_kept, kept_count, PADDING, DROPOUT,
+                            k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, cuts, block, b, row, j,
+                            residue, g, branch, is_kept, kept_count, cut,
+                            SORTED, PADDING, DROPOUT,
                         )  # fmt: skip
                 else:
                     block = _copy_block(
-                        k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, block, b, row, j, residue, g,
-                        branch, g, g, PADDING, DROPOUT,
+                        k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, cuts, block, b, row, j,
+                        residue, g, branch, g, g, cut, SORTED, PADDING, DROPOUT,
                     )  # fmt: skip
-    if is_listed(CAUSAL, PADDING):
-        _end(ring, ceilings, block, tile.size)
+    return block
 
 
 @gluon.jit
@@ -171,8 +205,8 @@ def _masks_of(masks, j, n, r, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _copy_block(
-    k_descriptor, v_descriptor, ring, ceilings, numbers, block, b, row, j, residue, g, branch, is_kept, kept_count,
-    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+    k_descriptor, v_descriptor, ring, ceilings, numbers, cuts, block, b, row, j, residue, g, branch, is_kept,
+    kept_count, cut, SORTED: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile of k and one of v, from row + j on."""
     STAGES: gl.constexpr = ring.k_tiles.shape[0]
@@ -186,7 +220,9 @@ def _copy_block(
     if DROPOUT:
         tiles.tell(numbers.fours, block, j // 4)
         tiles.tell(numbers.branches, block, branch)
-    if PADDING or DROPOUT:
+    if SORTED:
+        order.tell(cuts, block, cut[0], cut[1], cut[2])
+    if PADDING or DROPOUT or SORTED:
         mbarrier.arrive(ring.k_full.index(stage))
     if block >= STAGES:
         tiles.meet(v_free(ring, block))
@@ -208,7 +244,7 @@ def _end(ring, ceilings, block, tile_size):
 
 @gluon.jit
 def _attend(
-    NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, seed, scale, drop_below,
+    NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, ceilings, numbers, cuts, seed, scale, drop_below,
     stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
     PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
@@ -222,32 +258,17 @@ def _attend(
             out += place.origin.to(gl.int64) * sizes[3] * HEAD_DIM
             lse += place.origin
         q_tile = q_tiles.index(NUMBER)  # [GROUP_ROWS, BLOCK_D]
-        keys = place.keys
-        MAY_BE_CUT: gl.constexpr = MASKED and not is_listed(CAUSAL, PADDING)
-        if in_halves(BLOCK_D) or (MAY_BE_CUT and (CAUSAL or not are_sorted(BLOCK_D))):
-            _attend_by_branch(
+        if in_halves(BLOCK_D):
+            _attend_in_halves(
                 NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
                 stride_qn, sizes, place, b, h, tile,
                 HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
             )  # fmt: skip
-        elif MAY_BE_CUT:  # most tiles of an uneven length are whole
-            if _is_whole(branches, tile, keys, BLOCK_N, N_BRANCHES):
-                _attend_whole(
-                    NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-                    stride_qn, sizes, place, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
-                    DROPOUT,
-                )  # fmt: skip
-            else:
-                _attend_by_branch(
-                    NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-                    stride_qn, sizes, place, b, h, tile,
-                    HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
-                )  # fmt: skip
         else:
-            _attend_whole(
-                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-                stride_qn, sizes, place, b, h, tile, HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL, PADDING,
-                DROPOUT,
+            _attend_in_steps(
+                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, cuts, seed, scale,
+                drop_below, stride_qn, sizes, place, b, h, tile,
+                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL, PADDING, DROPOUT,
             )  # fmt: skip
     elif tile.size > 0:  # this group's half of the tile is empty
         block = 0
@@ -268,12 +289,13 @@ def _attend(
 
 
 @gluon.jit
-def _attend_whole(
-    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
-    stride_qn, sizes, place, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+def _attend_in_steps(
+    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, cuts, seed, scale,
+    drop_below, stride_qn, sizes, place, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_attend` where no tile of keys is cut off but by its ceilings: only the number of blocks counts."""
+    """`_attend` by `step`: of the blocks only their numbers count, whole ones and those cut off."""
     first_query, queries, _keys, heads, _group = sizes
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
@@ -289,11 +311,18 @@ def _attend_whole(
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]  # [1, BLOCK_D]
     row_mask = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
     q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=row_mask, other=0.0)  # [GROUP_ROWS, BLOCK_D]
-    blocks = 0
-    if not PADDING:
-        inside, start, w, r, o = _segments_of(branches, tile.first, N_BRANCHES)  # [8] each
-        n = geometry.segment_rows(start, w, r, o, place.keys)  # [8]
-        blocks = gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
+    LISTED: gl.constexpr = is_listed(CAUSAL, PADDING)
+    CUT: gl.constexpr = MASKED and not LISTED
+    whole, blocks, every = 0, 0, 0
+    if not LISTED:
+        segments = _segments_of(branches, tile.first, N_BRANCHES)  # [8] each
+        if CUT:
+            whole, blocks, every = order.counts_of(segments, place.keys, tile, NUMBER, BLOCK_N, CAUSAL)
+        else:
+            inside, start, w, r, o = segments  # [8] each
+            n = geometry.segment_rows(start, w, r, o, place.keys)  # [8]
+            blocks = gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
+            whole = blocks
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
 
@@ -304,13 +333,18 @@ def _attend_whole(
     if DROPOUT:
         own_position = gl.where(exists, position, 0)  # [GROUP_ROWS]
         drops = drops_of(own_position, total, seed, drop_below, place.sequence, h)
-    if PADDING:
+    sight = scale
+    if CUT:
+        own_query = gl.convert_layout(gl.where(exists, position, -1), gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
+        own_lowest = gl.maximum(tile.lowest, geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS))
+        sight = order.Sight(cuts, own_query, own_lowest)
+    if LISTED:
         acc, total, m = _walk_listed(
             acc, total, m, q_tile, ring, ceilings, numbers, drops, scale, queries, DROPOUT
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     elif blocks > 0:
         scores, kept = scores_alone(
-            q_tile, ring, ceilings, numbers, drops, 0, False, DROPOUT
+            q_tile, ring, ceilings, numbers, drops, sight, 0, CUT, CAUSAL, PADDING, DROPOUT
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
         weights, _, m, total = softmax(
             scores, m, total, scale, True
@@ -318,20 +352,28 @@ def _attend_whole(
         if DROPOUT:
             weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, KEYS]
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
-        for block in range(1, blocks):
+        for block in range(1, whole):
             acc, total, m, weights = step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
-                acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, block, scale, block, queries, False,
-                True, False, DROPOUT,
+                acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, sight, block, scale, queries,
+                False, False, CAUSAL, PADDING, DROPOUT,
             )  # fmt: skip
+        if CUT:
+            for block in range(gl.maximum(whole, 1), blocks):
+                acc, total, m, weights = step(
+                    acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, sight, block, scale, queries,
+                    False, True, CAUSAL, PADDING, DROPOUT,
+                )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]  # fmt: skip
         value_token = values(weights, acc, ring, blocks - 1)  # [GROUP_ROWS, BLOCK_D]
         acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
+        if CUT and NUMBER == 0:
+            tiles.arrive(v_free(ring, blocks - 1))
     result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     if DROPOUT:
         result = result * geometry.kept_factor(drop_below)  # [GROUP_ROWS, BLOCK_D]
     # Positions are handed on once more: those of the loads would take registers all through the steps.
     written = gl.where(exists, position, -1)  # [GROUP_ROWS]
     query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
-    if PADDING:
+    if MASKED:
         _raise_flag(flag, result, query >= 0)
     lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query  # [GROUP_ROWS]
     if READ_PARTIAL:
@@ -346,19 +388,22 @@ def _attend_whole(
     out_rows = ((b.to(gl.int64) * queries + query - first_query) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
     result = gl.convert_layout(result.to(q_tile.dtype), ROWS)  # [GROUP_ROWS, BLOCK_D]
     gl.store(out + out_rows + dims, result, mask=(query >= 0) & (dims < HEAD_DIM))
+    if CUT and NUMBER == 0:  # blocks that the second group sees alone
+        for block in range(blocks, every):
+            pass_over(ring, block)
 
 
 @gluon.jit
-def _attend_by_branch(
+def _attend_in_halves(
     NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, ceilings, numbers, seed, scale, drop_below,
     stride_qn, sizes, place, b, h, tile, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
     PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
+    """`_attend` by `halves`: another program hides the waits of this one.
 
-    Positions are computed where they are needed. With the beginning of `_attend_whole` it took 6 % longer at head_dim
-    128, because of how its steps were compiled. Any edit may change that: compare_kernels.py measures it.
+    Positions are computed where they are needed. With the beginning of `_attend_in_steps` it took 6 % longer at
+    head_dim 128, because of how its steps were compiled. Any edit may change that: compare_kernels.py measures it.
     """
     first_query, queries, _keys, heads, _group = sizes
     keys = place.keys
@@ -389,15 +434,10 @@ def _attend_by_branch(
         acc, total, m = _walk_listed_in_halves(
             q_tile, ring, ceilings, numbers, drops, scale, query, BLOCK_D, BLOCK_N, DROPOUT
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-    elif in_halves(BLOCK_D):
+    else:
         acc, total, m = _walk_in_halves(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
             q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest,
             BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, PADDING, DROPOUT,
-        )  # fmt: skip
-    else:
-        acc, total, m = _walk(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-            q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest,
-            queries, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, PADDING, DROPOUT,
         )  # fmt: skip
     result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     if DROPOUT:
@@ -417,114 +457,12 @@ def _attend_by_branch(
 
 
 @gluon.jit
-def _walk(
-    q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
-    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
-):  # fmt: skip
-    """Products with v, sums of weights and maxima over all branches, by `step`."""
-    first_branch = -1
-    for i in range(N_BRANCHES):
-        inside, _, _, _, _ = tiles.segment_of(branches, i, tile.first)
-        if (first_branch < 0) & inside:
-            first_branch = i
-
-    acc, total, m = nothing(
-        BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
-    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
-    if first_branch >= 0:
-        _, start, w, r, o = tiles.segment_of(branches, first_branch, tile.first)
-        n = geometry.segment_rows(start, w, r, o, keys)
-        scores, kept = scores_alone(
-            q_tile, ring, ceilings, numbers, drops, 0, PADDING, DROPOUT
-        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
-        scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))  # [GROUP_ROWS, KEYS]
-        weights, _, m, total = softmax(
-            scores, m, total, scale, False
-        )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
-        if DROPOUT:
-            weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, KEYS]
-        weights = as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
-        block = 1
-        for i in range(first_branch, N_BRANCHES):
-            inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
-            if inside:
-                n, full, end = geometry.key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
-                full = gl.minimum(full, end)
-                begin = gl.where(i == first_branch, BLOCK_N, 0)
-                for _j in range(begin, full, BLOCK_N):
-                    acc, total, m, weights = step(
-                        acc,
-                        total,
-                        m,
-                        weights,
-                        q_tile,
-                        ring,
-                        ceilings,
-                        numbers,
-                        drops,
-                        block,
-                        scale,
-                        query,
-                        queries,
-                        False,
-                        False,
-                        PADDING,
-                        DROPOUT,
-                    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
-                    block += 1
-                seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
-                for j in range(gl.maximum(begin, full), end, BLOCK_N):
-                    acc, total, m, weights = step(
-                        acc,
-                        total,
-                        m,
-                        weights,
-                        q_tile,
-                        ring,
-                        ceilings,
-                        numbers,
-                        drops,
-                        block,
-                        scale,
-                        seen_count - j,
-                        queries,
-                        True,
-                        False,
-                        PADDING,
-                        DROPOUT,
-                    )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
-                    block += 1
-                if CAUSAL:
-                    _n, _full, tile_end = geometry.key_range(
-                        start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
-                    )
-                    unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
-                    if unseen > 0:
-                        value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
-                        acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
-                        tiles.arrive(v_free(ring, block - 1))
-                        for _j in range(unseen - 1):
-                            pass_over(ring, block)
-                            block += 1
-                        # The last one stays, with weights of zero: the next step multiplies them with v.
-                        tiles.wait_full(ring.k_full, block)
-                        tiles.arrive(k_free(ring, block))
-                        block += 1
-                        OPERAND: gl.constexpr = gl.DotOperandLayout(0, tiles.product_layout(BLOCK_D), 2)
-                        weights = gl.zeros([tiles.GROUP_ROWS, BLOCK_N], q_tile.dtype, OPERAND)  # [GROUP_ROWS, BLOCK_N]
-        value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
-        acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
-    return acc, total, m
-
-
-@gluon.jit
 def _walk_in_halves(
     q_tile, ring, ceilings, numbers, drops, branches, scale, keys, tile, query, own_lowest, own_highest,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_walk` by `halves`."""
+    """Products with v, sums of weights and maxima over all branches, by `halves`."""
     acc, total, m = nothing(
         BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N)
     )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
@@ -554,7 +492,7 @@ def _walk_in_halves(
                 )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
                 block += 1
             if MASKED:
-                seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
+                seen_count = order.seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(full, end, BLOCK_N):
                     acc, total, m = halves(
                         acc,
@@ -586,10 +524,10 @@ def _walk_in_halves(
 
 @gluon.jit
 def _walk_listed(acc, total, m, q_tile, ring, ceilings, numbers, drops, scale, queries, DROPOUT: gl.constexpr):
-    """`_walk` over the blocks that the copying warp lists, by `step`."""
+    """The same over the blocks that the copying warp lists, by `step`."""
     if goes_on(ring, ceilings, 0):
         scores, kept = scores_alone(
-            q_tile, ring, ceilings, numbers, drops, 0, True, DROPOUT
+            q_tile, ring, ceilings, numbers, drops, queries, 0, False, False, True, DROPOUT
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
         weights, _, m, total = softmax(
             scores, m, total, scale, True
@@ -600,8 +538,8 @@ def _walk_listed(acc, total, m, q_tile, ring, ceilings, numbers, drops, scale, q
         block = 1
         while goes_on(ring, ceilings, block):
             acc, total, m, weights = step(  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]
-                acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, block, scale, block, queries, False,
-                True, True, DROPOUT,
+                acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, queries, block, scale, queries,
+                False, False, False, True, DROPOUT,
             )  # fmt: skip
             block += 1
         value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
@@ -625,14 +563,6 @@ def _walk_listed_in_halves(
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
         block += 1
     return acc, total, m
-
-
-@gluon.jit
-def _is_whole(branches, tile, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
-    """Whether a tile lies in one segment of each of its branches, and all of these hold whole blocks of keys."""
-    inside, start, w, r, o = _segments_of(branches, tile.first, N_BRANCHES)  # [8] each
-    is_cut = (geometry.segment_rows(start, w, r, o, keys) % BLOCK_N != 0) | (tile.highest - start >= w)  # [8]
-    return gl.max((inside & is_cut).to(gl.int32), 0) == 0
 
 
 @gluon.jit

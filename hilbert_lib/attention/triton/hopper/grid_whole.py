@@ -154,7 +154,7 @@ def _attend(
         q_tile = boxes.rows_of(shared.q_tiles, own_tile)  # [GROUP_ROWS, BLOCK_D]
         acc, sums, largest = steps.nothing(BLOCK_D, KEYS)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
         scores, _ = steps.scores_alone(
-            q_tile, ring, ring.k_full, ring.k_full, ring.k_full, block, False, False
+            q_tile, ring, ring.k_full, ring.k_full, ring.k_full, ring.k_full, block, False, False, False, False
         )  # [GROUP_ROWS, KEYS], [1, QUADS]
         weights, _, largest, sums = steps.softmax(
             scores, largest, sums, scale, True
@@ -163,16 +163,16 @@ def _attend(
         block = tiles.counted(block + 1)
         for _j in range(1, box_count):
             acc, sums, largest, weights = steps.step(
-                acc, sums, largest, weights, q_tile, ring, ring.k_full, ring.k_full, ring.k_full, block, scale, block,
-                heads, False, True, False, False,
+                acc, sums, largest, weights, q_tile, ring, ring.k_full, ring.k_full, ring.k_full, block, block, scale,
+                heads, False, False, False, False, False,
             )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]  # fmt: skip
             block = tiles.counted(block + 1)
         if EXTRA:  # noqa: SIM102 - a constant is not joined with a tensor
             if extra % KEYS > 0:
                 seen_count = gl.zeros_like(number) + extra % KEYS  # [GROUP_ROWS]
                 acc, sums, largest, weights = steps.step(
-                    acc, sums, largest, weights, q_tile, ring, ring.k_full, ring.k_full, ring.k_full, block, scale,
-                    seen_count, heads, True, True, False, False,
+                    acc, sums, largest, weights, q_tile, ring, ring.k_full, ring.k_full, ring.k_full, seen_count,
+                    block, scale, heads, True, False, False, False, False,
                 )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]  # fmt: skip
                 block = tiles.counted(block + 1)
         last = tiles.counted(block - 1)

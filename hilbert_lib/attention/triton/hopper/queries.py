@@ -18,14 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hilbert_lib.attention.triton import geometry
-from hilbert_lib.attention.triton.hopper import dropout, forward, tiles
+from hilbert_lib.attention.triton.hopper import dropout, forward, order, tiles
 from hilbert_lib.attention.triton.hopper.steps import (
     as_operand,
     k_free,
     kept_of_block,
     nothing,
     pass_over,
-    seen_keys,
     start_scores,
     v_free,
 )
@@ -84,7 +83,7 @@ def dq_kernel(
         )),
         (forward.copy_keys, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, branch_ids, q, ring, ring,
-            numbers, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, False, DROPOUT, PACKED,
+            numbers, ring, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, False, False, DROPOUT, PACKED,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -151,7 +150,7 @@ def _differentiate(
                         False, DROPOUT,
                     )  # [GROUP_ROWS, BLOCK_D]  # fmt: skip
                     block += 1
-                seen_count = seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
+                seen_count = order.seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 for j in range(full, end, BLOCK_N):
                     acc = _step(
                         acc, q_tile, d_tile, lse_row, delta_row, ring, numbers, drops, block, scale, drop_below,

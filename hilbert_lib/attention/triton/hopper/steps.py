@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
-from hilbert_lib.attention.triton.hopper import dropout, tiles
+from hilbert_lib.attention.triton.hopper import dropout, order, tiles
 
 # Bits by which scores may pass the maximum that is subtracted. Earlier sums are scaled only where a row grows by more.
 # After a few blocks hardly any row does. Half precision holds weights of 2^8 to as many digits as those below 1. The
@@ -72,12 +72,9 @@ def keys_at_once(columns, block_n):
 
 
 @gluon.constexpr_function
-def are_sorted(columns):
-    """Whether a launch with tiles that are cut off takes those that are not by `_attend_whole`.
-
-    At 128 columns that was not timed yet.
-    """
-    return columns == 256
+def whole_first(columns, causal, masked, padding):
+    """Whether the blocks of a launch come in the order of `order`: where some are cut off, taken by `step`."""
+    return masked and not in_halves(columns) and not is_listed(causal, padding)
 
 
 @gluon.constexpr_function
@@ -185,7 +182,7 @@ def _half(
     if PADDING:
         scores = without_masked(scores, ceilings, block, NUMBER * HALF)  # [GROUP_ROWS, HALF]
     if MASKED:
-        scores = masked(scores, seen_count - NUMBER * HALF)  # [GROUP_ROWS, HALF]
+        scores = order.masked(scores, seen_count - NUMBER * HALF)  # [GROUP_ROWS, HALF]
     weights, decay, m, total = softmax(
         scores, m, total, scale, True
     )  # [GROUP_ROWS, HALF], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
@@ -203,14 +200,15 @@ def _half(
 
 @gluon.jit
 def step(
-    acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, block, scale, seen_count, queries,
-    MASKED: gl.constexpr, WHOLE: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+    acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, sight, block, scale, queries,
+    MASKED: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a block of keys, while the block before is multiplied with its v.
 
-    WHOLE: no block of the tile is cut off. The wait for that product then stays behind the softmax: 8 % less time than
-    where the compiler puts it. Earlier sums are scaled only where a row needs it: 2 to 3 % less. Where blocks are cut
-    off both take more time (reports/HISTORY.md).
+    The wait for that product stays behind the softmax: 8 % less time than where the compiler puts it. Earlier sums are
+    scaled only where a row needs it: 2 to 3 % less (reports/HISTORY.md).
+
+    sight: with CUT the group's `order.Sight`, with MASKED the number of keys that each row sees.
     """
     score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
     value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
@@ -219,23 +217,19 @@ def step(
     scores = warpgroup_mma_wait(1, deps=[score_token])  # [GROUP_ROWS, KEYS]
     if PADDING:
         scores = without_masked(scores, ceilings, block, 0)  # [GROUP_ROWS, KEYS]
-    if not WHOLE:
-        tiles.arrive(k_free(ring, block))
+    if CUT:
+        scores = order.as_seen(scores, sight, block, CAUSAL)  # [GROUP_ROWS, KEYS]
     if MASKED:
-        scores = masked(scores, seen_count)  # [GROUP_ROWS, KEYS]
+        scores = order.masked(scores, sight)  # [GROUP_ROWS, KEYS]
     new_weights, decay, m, total = softmax(
-        scores, m, total, scale, WHOLE
+        scores, m, total, scale, True
     )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
     if DROPOUT:
         new_weights = dropout.without_dropped(new_weights, kept, False)  # [GROUP_ROWS, KEYS]
-    if WHOLE:
-        tiles.arrive_behind(k_free(ring, block), total, queries)
+    tiles.arrive_behind(k_free(ring, block), total, queries)
     acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
     tiles.arrive(v_free(ring, block - 1))
-    if WHOLE:
-        acc = scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
-    else:
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]  # [GROUP_ROWS, BLOCK_D]
+    acc = scaled_if_any(acc, decay)  # [GROUP_ROWS, BLOCK_D]
     return acc, total, m, as_operand(new_weights, q_tile.dtype, acc.shape[1])
 
 
@@ -264,7 +258,10 @@ def start_scores_on(bias_tile, q_tile, ring, block):
 
 
 @gluon.jit
-def scores_alone(q_tile, ring, ceilings, numbers, drops, block, PADDING: gl.constexpr, DROPOUT: gl.constexpr):
+def scores_alone(
+    q_tile, ring, ceilings, numbers, drops, sight, block, CUT: gl.constexpr, CAUSAL: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
     """Scores of a block of keys, with no other product beside them, and what dropout keeps of them."""
     score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
     kept = block
@@ -273,6 +270,8 @@ def scores_alone(q_tile, ring, ceilings, numbers, drops, block, PADDING: gl.cons
     scores = warpgroup_mma_wait(0, deps=[score_token])  # [GROUP_ROWS, KEYS]
     if PADDING:
         scores = without_masked(scores, ceilings, block, 0)  # [GROUP_ROWS, KEYS]
+    if CUT:
+        scores = order.as_seen(scores, sight, block, CAUSAL)  # [GROUP_ROWS, KEYS]
     tiles.arrive(k_free(ring, block))
     return scores, kept
 
@@ -288,22 +287,6 @@ def values(weights, acc, ring, block):
 def as_operand(weights, dtype: gl.constexpr, BLOCK_D: gl.constexpr):
     """Weights rounded and in the layout of an operand of the product with v."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, tiles.product_layout(BLOCK_D), 2))
-
-
-@gluon.jit
-def seen_keys(n, key, r, query, CAUSAL: gl.constexpr):
-    """Number of keys that each query sees, of the n keys of a segment at positions key, key + r, ..."""
-    seen_count = gl.zeros_like(query) + n  # [GROUP_ROWS]
-    if CAUSAL:
-        seen_count = gl.minimum(seen_count, (query - key + r) // r)  # [GROUP_ROWS]
-    return seen_count
-
-
-@gluon.jit
-def masked(scores, seen_count):
-    """Scores, -inf from column `seen_count` of a row on."""
-    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))  # [rows]
-    return gl.where(column[None, :] < seen_count[:, None], scores, float("-inf"))
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton import geometry
-from hilbert_lib.attention.triton.hopper import dropout, forward, steps, tiles, wide
+from hilbert_lib.attention.triton.hopper import dropout, forward, order, steps, tiles, wide
 from hilbert_lib.attention.triton.hopper.wide import LOW
 
 
@@ -167,7 +167,7 @@ def _differentiate(
             if inside:
                 n, full, end = geometry.key_range(start, w, r, o, keys, own_lowest, own_highest, ROWS, CAUSAL, False)
                 full = gl.maximum(0, gl.minimum(full, end))
-                seen_count = steps.seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
+                seen_count = order.seen_keys(n, start + o, r, query, CAUSAL)  # [GROUP_ROWS]
                 low, high, block = _walk(
                     NUMBER, low, high, lse_row, delta_row, shared, numbers, drops, block, full, end, seen_count, scale,
                     drop_below, BLOCK_E, DROPOUT,
