@@ -80,9 +80,7 @@ hopper.queries, documents 21: dq of a document is written from the first row of 
 +            dq += 0
 geometry, 19: blocks of keys that need a mask go without one
 -(lowest - start - o + r) // r)
--    is_one_segment
 +(highest - start - o + r) // r)
-+    is_one_segment
 geometry, 1: the causal range ends a key early
 -w - 1) - o + r) // r)
 +w - 1) - o) // r)
@@ -203,8 +201,8 @@ hopper.forward, far: the first group keeps its last tile of v
 -        if CUT and NUMBER == 0:
 -            tiles.arrive(v_free(ring, blocks - 1))
 hopper.forward, 19: a block is said to begin where its segment does
--n - j, start + o + j * r, r
-+n - j, start + o, r
+-n - j, key + j * r, r
++n - j, key, r
 hopper.order, 19: the second group ends with the first
 -own = first if NUMBER == 0 else every
 +own = first
@@ -218,8 +216,17 @@ hopper.order, 19: blocks that one group sees come with the whole ones
 -    whole = gl.minimum(full, end) // BLOCK_N
 +    whole = gl.cdiv(first_end, BLOCK_N)
 hopper.order, 19: a part begins with the last block of the one before
--gl.where(part == 1, whole, first))
-+gl.where(part == 1, whole, first - 1))
+-begin, end = first, tiles.told
++begin, end = first - 1, tiles.told
+hopper.order, 19: a branch without the tile keeps blocks of the launch before
+-    tiles.tell(spans.first, i, 0)
++    tiles.tell(spans.first, i, 1)
+hopper.order, 19: the copying warp forgets where a branch's keys are
+-    tiles.tell(spans.residue, i, residue)
++    tiles.tell(spans.residue, i, 0)
+hopper.forward, one branch: tiles are taken twice, and others not at all
+-number += count - 1 - 2 * (number % count)
++number += count - 1 - number % count
 hopper.order, 8: a segment is said to have all its keys left at each block
 -    tiles.tell(cuts.left, block, left)
 +    tiles.tell(cuts.left, block, left + 128)
@@ -281,11 +288,11 @@ hopper.steps, mask 0: the second half of a block has the masks of the first
 -.slice(FIRST, scores
 +.slice(0, scores
 hopper.forward, mask 8: every sequence has the masks of the first
--padding + b.to(gl.int64) * keys + start + o
-+padding + start + o
+-padding + b.to(gl.int64) * keys + key
++padding + key
 hopper.forward, mask 6: every residue has the masks of the first
--* keys + start + o
-+* keys + start
+-* keys + key
++* keys + key // r * r
 hopper.forward, mask 0: a block has the masks of the one before
 -following = _masks_of(masks, j + BLOCK_N, n, r, BLOCK_N)
 +following = _masks_of(masks, j, n, r, BLOCK_N)

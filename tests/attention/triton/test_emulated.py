@@ -248,14 +248,20 @@ def test_they_equal_it_beside_a_mask_of_keys(sources, seed, mask):
     assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
 
 
-# Tiles of 128 queries at every eighth position: the second group alone sees several blocks of the branch of rate 1.
-FAR = Case(
-    DilatedPattern((1024, 1024), (8, 1)), 1024, 1, 1, 128, True, 128**-0.5, 1, "bshd", torch.bfloat16, None
-)  # fmt: skip
+FIXED = {
+    # Tiles of 128 queries at every eighth position: the second group alone sees several blocks of the branch of rate 1.
+    "far": Case(
+        DilatedPattern((1024, 1024), (8, 1)), 1024, 1, 1, 128, True, 128**-0.5, 1, "bshd", torch.bfloat16, None
+    ),
+    # One causal branch, whose tiles are taken from the last one on.
+    "one branch": Case(DilatedPattern((400,), (1,)), 530, 2, 1, 128, True, 128**-0.5, 1, "bshd", torch.bfloat16, None),
+}  # fmt: skip
 
 
-def test_the_second_group_goes_on_alone(sources):
-    assert fault_of(sources, FAR, False) is None
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("case", FIXED)
+def test_tiles_whose_groups_see_other_blocks_equal_the_oracle(sources, case, is_deterministic):
+    assert fault_of(sources, FIXED[case], is_deterministic) is None
 
 
 def dropping(seed: int, mask: str, dropout_p: float, is_deterministic: bool) -> tuple[Case, bool]:

@@ -15,7 +15,7 @@ PADDED = {f"mask {seed}": (seed, mask) for seed, mask in test_emulated.PADDED}
 PACKED = {f"documents {case[0]}": case for case in test_emulated.PACKED}
 HEADS = {f"heads {number}": wide for number, wide in enumerate(test_emulated.WIDE)}
 DROPPED = {f"dropout {seed}": dropped for seed, *dropped in test_emulated.DROPPED}
-ON_SEQUENCES = (*range(test_emulated.CASES), *PADDED, *DROPPED, *HEADS, *PACKED, "far")
+ON_SEQUENCES = (*range(test_emulated.CASES), *PADDED, *DROPPED, *HEADS, *PACKED, *test_emulated.FIXED)
 ON_GRIDS = (*range(len(GRIDS)), *BOXED)
 
 
@@ -28,8 +28,8 @@ def of_sequence(case: int | str) -> tuple[test_emulated.Case, bool]:
         return test_emulated.dropping(int(case.removeprefix("dropout ")), *DROPPED[case])
     if case in PACKED:
         return test_emulated.packed(*PACKED[case])
-    if case == "far":
-        return test_emulated.FAR, False
+    if case in test_emulated.FIXED:
+        return test_emulated.FIXED[case], False
     if case in HEADS:
         return test_emulated.of_head_dim(*HEADS[case])
     return test_emulated.drawn(case), False

@@ -81,9 +81,11 @@ def forward_kernel(
         numbers_of_branches = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers = dropout.Numbers(fours, numbers_of_branches)
     SORTED: gl.constexpr = whole_first(BLOCK_D, CAUSAL, MASKED, PADDING)
-    cuts = k_full  # [STAGES, 1]; this stands in for them where no block is cut off
+    cuts = k_full  # [STAGES, 1]; this stands in for them, and for spans, where no block is cut off
+    spans = k_full  # [STAGES, 1]
     if SORTED:
         cuts = order.cuts_of(STAGES)
+        spans = order.spans_of(N_BRANCHES)
     PACKED: gl.constexpr = documents is not None
     tables = (branches, offsets, items, classes)
     if PACKED:
@@ -106,24 +108,34 @@ def forward_kernel(
         )),
         (copy_keys, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, branch_ids, padding, ring, ceilings,
-            numbers, cuts, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, SORTED, PADDING, DROPOUT, PACKED,
+            numbers, cuts, spans, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, SORTED, PADDING, DROPOUT, PACKED,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
-def tile_of(tables, sizes, grid, PACKED: gl.constexpr):
+def tile_of(tables, sizes, grid, CAUSAL: gl.constexpr, N_BRANCHES: gl.constexpr, PACKED: gl.constexpr):
     """Sequence, head and tile of the program, its branches as `segment_of` takes them, and its `geometry.Place`."""
     first_query, queries, keys, heads, group = sizes
-    b, h, tile, place = geometry.placed_tile(
-        gl.program_id(0), tables, first_query, queries, keys, heads, group, grid, PACKED
-    )
+    number = gl.program_id(0)
+    if is_last_first(CAUSAL, N_BRANCHES, PACKED):
+        count = grid[4]
+        number += count - 1 - 2 * (number % count)
+    b, h, tile, place = geometry.placed_tile(number, tables, first_query, queries, keys, heads, group, grid, PACKED)
     return b, h, tile, (tables[0], tables[1], heads // group, h // group), place
+
+
+@gluon.constexpr_function
+def is_last_first(causal, branches, packed):
+    """Whether programs take the tiles of a chunk from the last one on, which sees most keys: a launch ends with short
+    ones. With several branches that took more time (reports/HISTORY.md).
+    """
+    return causal and branches == 1 and not packed
 
 
 @gluon.jit
 def copy_keys(
-    k_descriptors, v_descriptors, tables, branch_ids, padding, ring, ceilings, numbers, cuts, sizes, grid,
+    k_descriptors, v_descriptors, tables, branch_ids, padding, ring, ceilings, numbers, cuts, spans, sizes, grid,
     BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, SORTED: gl.constexpr,
     PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -132,67 +144,74 @@ def copy_keys(
     With SORTED that is the order of `order`, and `Cuts` come with them; else branch after branch.
     With PADDING they come with the ceilings of their scores, and unless CAUSAL no tile comes whose keys are all masked.
     """
-    b, _, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
+    b, _, tile, branches, place = tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, PACKED)
+    keys, g = sizes[2], branches[3]
     block = 0
-    if SORTED:
-        for part in range(order.PARTS):
-            block = _copy_part(
-                part, k_descriptors, v_descriptors, branch_ids, padding, ring, ceilings, numbers, cuts, sizes[2], b,
-                tile, branches, place, block, BLOCK_N, N_BRANCHES, CAUSAL, SORTED, PADDING, DROPOUT, PACKED,
-            )  # fmt: skip
-    else:
-        block = _copy_part(
-            0, k_descriptors, v_descriptors, branch_ids, padding, ring, ceilings, numbers, cuts, sizes[2], b,
-            tile, branches, place, block, BLOCK_N, N_BRANCHES, CAUSAL, SORTED, PADDING, DROPOUT, PACKED,
-        )  # fmt: skip
-    if is_listed(CAUSAL, PADDING):
-        _end(ring, ceilings, block, tile.size)
-
-
-@gluon.jit
-def _copy_part(
-    part, k_descriptors, v_descriptors, branch_ids, padding, ring, ceilings, numbers, cuts, keys, b, tile, branches,
-    place, block, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, SORTED: gl.constexpr,
-    PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """The number of blocks after the tiles of a part of all branches, as `order.part_of` has them, are copied.
-
-    Without SORTED there is one part.
-    """
-    g = branches[3]
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if (tile.size > 0) & inside:
             n, _, end = geometry.key_range(
                 start, w, r, o, place.keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
             )
-            begin = 0
-            if SORTED:
-                begin, end = order.part_of(part, start, w, r, o, place.keys, tile, BLOCK_N, CAUSAL)
             row, residue = tiles.placed_coordinates(start + o, place, r, n, keys, PACKED)
-            branch = i
-            if DROPOUT:
-                branch = gl.load(branch_ids + i)
-            if PADDING:
-                masks = padding + b.to(gl.int64) * keys + start + o
-                following = _masks_of(masks, begin, n, r, BLOCK_N)  # [BLOCK_N]
-            for j in range(begin, end, BLOCK_N):
-                cut = n - j, start + o + j * r, r
-                if PADDING:
-                    is_kept = following == 0  # [BLOCK_N]
-                    following = _masks_of(masks, j + BLOCK_N, n, r, BLOCK_N)  # [BLOCK_N]
-                    kept_count = gl.sum(is_kept.to(gl.int32), 0)
-                    if CAUSAL | (kept_count > 0):
-                        block = _copy_block(
-                            k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, cuts, block, b, row, j,
-                            residue, g, branch, is_kept, kept_count, cut,
-                            SORTED, PADDING, DROPOUT,
-                        )  # fmt: skip
-                else:
-                    block = _copy_block(
-                        k_descriptors[i], v_descriptors[i], ring, ceilings, numbers, cuts, block, b, row, j,
-                        residue, g, branch, g, g, cut, SORTED, PADDING, DROPOUT,
+            if SORTED:
+                ends = order.ends_of(start, w, r, o, place.keys, tile, BLOCK_N, CAUSAL)
+                order.keep(spans, i, ends, start + o, r, n, row, residue)
+                end = ends[0] * BLOCK_N
+            block = _copy_blocks(
+                k_descriptors[i], v_descriptors[i], i, branch_ids, padding, ring, ceilings, numbers, cuts, block, keys,
+                b, g, 0, end, start + o, r, n, row, residue, BLOCK_N, CAUSAL, SORTED, PADDING, DROPOUT,
+            )  # fmt: skip
+        else:
+            if SORTED:
+                order.keep_none(spans, i)
+    if SORTED:
+        for part in range(1, order.PARTS):
+            for i in gl.static_range(N_BRANCHES):
+                begin, end = order.kept_blocks(spans, i, part)
+                if begin < end:
+                    key, rate, n, row, residue = order.kept_keys(spans, i)
+                    block = _copy_blocks(
+                        k_descriptors[i], v_descriptors[i], i, branch_ids, padding, ring, ceilings, numbers, cuts,
+                        block, keys, b, g, begin * BLOCK_N, end * BLOCK_N, key, rate, n, row, residue, BLOCK_N, CAUSAL,
+                        SORTED, PADDING, DROPOUT,
                     )  # fmt: skip
+    if is_listed(CAUSAL, PADDING):
+        _end(ring, ceilings, block, tile.size)
+
+
+@gluon.jit
+def _copy_blocks(
+    k_descriptor, v_descriptor, i, branch_ids, padding, ring, ceilings, numbers, cuts, block, keys, b, g, begin, end,
+    key, r, n, row, residue, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SORTED: gl.constexpr,
+    PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """The number of the next block, after those of branch i from key `begin` to key `end` of its n are copied.
+
+    key: position of the segment's first key, in row `row` of residue `residue` of the descriptors.
+    """
+    branch = i
+    if DROPOUT:
+        branch = gl.load(branch_ids + i)
+    if PADDING:
+        masks = padding + b.to(gl.int64) * keys + key
+        following = _masks_of(masks, begin, n, r, BLOCK_N)  # [BLOCK_N]
+    for j in range(begin, end, BLOCK_N):
+        cut = n - j, key + j * r, r
+        if PADDING:
+            is_kept = following == 0  # [BLOCK_N]
+            following = _masks_of(masks, j + BLOCK_N, n, r, BLOCK_N)  # [BLOCK_N]
+            kept_count = gl.sum(is_kept.to(gl.int32), 0)
+            if CAUSAL | (kept_count > 0):
+                block = _copy_block(
+                    k_descriptor, v_descriptor, ring, ceilings, numbers, cuts, block, b, row, j, residue, g, branch,
+                    is_kept, kept_count, cut, SORTED, PADDING, DROPOUT,
+                )  # fmt: skip
+        else:
+            block = _copy_block(
+                k_descriptor, v_descriptor, ring, ceilings, numbers, cuts, block, b, row, j, residue, g, branch,
+                g, g, cut, SORTED, PADDING, DROPOUT,
+            )  # fmt: skip
     return block
 
 
@@ -250,7 +269,7 @@ def _attend(
     PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, tile, branches, place = tile_of(tables, sizes, grid, PACKED)
+    b, h, tile, branches, place = tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, PACKED)
     if tile.size > NUMBER * tiles.GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         if PACKED:  # position 0 of the document

@@ -32,6 +32,22 @@ class Cuts(NamedTuple):
     rate: gl.shared_memory_descriptor
 
 
+class Spans(NamedTuple):
+    """The blocks and keys of each branch, which the copying warp keeps for itself; all are [branches, 1].
+
+    Computed again for each part they took 2 % of a launch's time (reports/HISTORY.md).
+    """
+
+    whole: gl.shared_memory_descriptor  # numbers of blocks, as `ends_of` has them
+    first: gl.shared_memory_descriptor
+    every: gl.shared_memory_descriptor
+    key: gl.shared_memory_descriptor  # position of the first key
+    rate: gl.shared_memory_descriptor
+    keys: gl.shared_memory_descriptor
+    row: gl.shared_memory_descriptor  # of the first key in the branch's descriptors
+    residue: gl.shared_memory_descriptor
+
+
 class Sight(NamedTuple):
     """The queries of a group, and the cuts that say which keys of a block they see."""
 
@@ -43,12 +59,21 @@ class Sight(NamedTuple):
 @gluon.jit
 def cuts_of(STAGES: gl.constexpr):
     """Room for the `Cuts` of a ring."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return Cuts(
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT),
-    )
+    return Cuts(_numbers(STAGES), _numbers(STAGES), _numbers(STAGES))
+
+
+@gluon.jit
+def spans_of(N_BRANCHES: gl.constexpr):
+    """Room for the `Spans` of a launch's branches."""
+    return Spans(
+        _numbers(N_BRANCHES), _numbers(N_BRANCHES), _numbers(N_BRANCHES), _numbers(N_BRANCHES),
+        _numbers(N_BRANCHES), _numbers(N_BRANCHES), _numbers(N_BRANCHES), _numbers(N_BRANCHES),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _numbers(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -67,12 +92,44 @@ def ends_of(start, w, r, o, keys, tile, BLOCK_N: gl.constexpr, CAUSAL: gl.conste
 
 
 @gluon.jit
-def part_of(part, start, w, r, o, keys, tile, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """The keys of a branch from which and to which its blocks of a part go."""
-    whole, first, every = ends_of(start, w, r, o, keys, tile, BLOCK_N, CAUSAL)
-    begin = gl.where(part == 0, 0, gl.where(part == 1, whole, first))
-    end = gl.where(part == 0, whole, gl.where(part == 1, first, every))
-    return begin * BLOCK_N, end * BLOCK_N
+def keep(spans, i, ends, key, rate, keys, row, residue):
+    """Keep a branch's `ends_of` and where its keys are for the parts after the first.
+
+    key, keys: the position of its first key, and their number. row, residue: of the first in the descriptors.
+    """
+    tiles.tell(spans.whole, i, ends[0])
+    tiles.tell(spans.first, i, ends[1])
+    tiles.tell(spans.every, i, ends[2])
+    tiles.tell(spans.key, i, key)
+    tiles.tell(spans.rate, i, rate)
+    tiles.tell(spans.keys, i, keys)
+    tiles.tell(spans.row, i, row)
+    tiles.tell(spans.residue, i, residue)
+
+
+@gluon.jit
+def keep_none(spans, i):
+    """The same of a branch that the tile is not in."""
+    tiles.tell(spans.whole, i, 0)
+    tiles.tell(spans.first, i, 0)
+    tiles.tell(spans.every, i, 0)
+
+
+@gluon.jit
+def kept_blocks(spans, i, part):
+    """The blocks of a branch from which and to which a part goes; part is 1 or 2."""
+    first = tiles.told(spans.first, i, 1)
+    begin, end = tiles.told(spans.whole, i, 1), first
+    if part == 2:
+        begin, end = first, tiles.told(spans.every, i, 1)
+    return begin, end
+
+
+@gluon.jit
+def kept_keys(spans, i):
+    """Position of a kept branch's first key, its rate, its number of keys, and their row and residue."""
+    key, rate, keys = tiles.told(spans.key, i, 1), tiles.told(spans.rate, i, 1), tiles.told(spans.keys, i, 1)
+    return key, rate, keys, tiles.told(spans.row, i, 1), tiles.told(spans.residue, i, 1)
 
 
 @gluon.jit

@@ -83,7 +83,7 @@ def dq_kernel(
         )),
         (forward.copy_keys, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, branch_ids, q, ring, ring,
-            numbers, ring, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, False, False, DROPOUT, PACKED,
+            numbers, ring, ring, sizes, grid, BLOCK_N, N_BRANCHES, CAUSAL, False, False, DROPOUT, PACKED,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -96,7 +96,7 @@ def _differentiate(
     READ_PARTIAL: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, tile, branches, place = forward.tile_of(tables, sizes, grid, PACKED)
+    b, h, tile, branches, place = forward.tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, PACKED)
     first_query, queries, _keys, heads, _group = sizes
     keys = place.keys
     if tile.size > NUMBER * tiles.GROUP_ROWS:

@@ -131,10 +131,10 @@ def tell(stages, block, number):
 
 
 @gluon.jit
-def told(stages, block):
-    """The number that was written for a block's stage, which is full. A group calls this."""
+def told(stages, block, WARPS: gl.constexpr = 4):
+    """The number that was written for a block's stage, which is full. A group calls this, or one warp."""
     STAGES: gl.constexpr = stages.shape[0]
-    return gl.max(stages.index(block % STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(stages.index(block % STAGES).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
