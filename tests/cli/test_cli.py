@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes
 import pandas as pd
 import pytest
 import torch
+from click.testing import CliRunner
 from command import call
 from own_processes import PATIENCE
 from tiny_notebooks import make_run, write_notebook
@@ -76,6 +77,16 @@ def test_a_run_ends_with_its_index_and_a_second_one_reuses_it(hilbert):
     assert re.search(r"^ok +00_a$", hilbert("run", "00_a", "--force"), re.MULTILINE)
     write_notebook(Path("notebooks"), "00_a", WRITE, "print('edited')")
     assert re.search(r"^ok +00_a$", hilbert("run"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [["run"], ["sweep", "00_a"]], ids=str)
+def test_a_package_that_the_pages_need_is_missed_before_anything_runs(hilbert, monkeypatch, words):
+    write_notebook(Path("notebooks"), "00_a", WRITE)
+    monkeypatch.setitem(sys.modules, "nbconvert", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "hilbert_lib.lab.suite.report", raising=False)
+    result = CliRunner().invoke(main, [*words, "--notebooks", "notebooks"])
+    assert "nbconvert" in str(result.exception)
+    assert not Path("reports").exists()
 
 
 @pytest.mark.usefixtures("kernels_are_copied")
