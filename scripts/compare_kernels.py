@@ -1,9 +1,9 @@
 """Other versions of the warp-specialised kernels beside the library's: the same work in turn, on a Hopper GPU.
 
-A step on a kernel is kept or left by what it gives here; reports/HISTORY.md tells of each. A version is a folder, whose
-steps.py, forward.py, backward.py or division.py takes the place of the library's file of that name (of steps.py for its
-own forward.py). Where its configurations are others, forward.py has a HOPPER_FORWARD and backward.py a HOPPER_BACKWARD
-as the library's launch.py.
+A step on a kernel is kept or left by what it gives here; reports/HISTORY.md tells of each. A version is a folder. Its
+order.py, steps.py, forward.py, backward.py or division.py takes the place of the library's file of that name, and its
+own files import each other. Where its configurations are others, forward.py has a HOPPER_FORWARD and backward.py a
+HOPPER_BACKWARD as the library's launch.py.
 
 --without makes versions of the forward that lack a part, to see what it costs. Their results are wrong. Then forwards
 alone are timed, and none causal, where what is not finite would start the plain kernel.
@@ -30,7 +30,7 @@ import torch
 import hilbert_lib.attention.triton.hopper as package
 from hilbert_lib import DilatedPattern, dilated_attention, get_gpu_info
 from hilbert_lib.attention.triton import launch
-from hilbert_lib.attention.triton.hopper import backward, division, forward, steps
+from hilbert_lib.attention.triton.hopper import backward, division, forward, order, steps
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.start import forget
 from hilbert_lib.cli.options import numbers, usage_errors
@@ -38,8 +38,8 @@ from hilbert_lib.lab.pairs import Side, run_back_to_back, run_sides
 from hilbert_lib.lab.sweeps.kernels import Named, Pairs, backends
 from hilbert_lib.lab.workload import Workload, fused_backend, grid
 
-# In this order, since forward.py imports steps.py.
-OURS = {"steps": steps, "forward": forward, "backward": backward, "division": division}
+# In this order, since steps.py imports order.py, and forward.py both.
+OURS = {"order": order, "steps": steps, "forward": forward, "backward": backward, "division": division}
 CONFIGURATIONS = {"HOPPER_FORWARD": "forward", "HOPPER_BACKWARD": "backward"}
 DIRECTIONS = ("forward", "backward")
 COMPILE_SECONDS = 120  # for one pair's kernels, beside others
@@ -71,10 +71,12 @@ def kernels(folder: Path) -> dict[str, ModuleType]:
         for path in files(folder):
             spec = importlib.util.spec_from_file_location(f"{path.stem} of {folder}", path)
             found[path.stem] = importlib.util.module_from_spec(spec)
-            sys.modules[f"{package.__name__}.{path.stem}"] = found[path.stem]  # those after it import it
+            # Those after it import it, by the package's name or their own.
+            sys.modules[f"{package.__name__}.{path.stem}"] = vars(package)[path.stem] = found[path.stem]
             spec.loader.exec_module(found[path.stem])
     finally:
         sys.modules.update({f"{package.__name__}.{name}": module for name, module in OURS.items()})
+        vars(package).update(OURS)
     return found
 
 

@@ -180,7 +180,7 @@ def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> 
             click.echo(f"{point.name}  {say_values(point.changes) or 'with its defaults'}")
         click.echo(f"{len(points)} of {len(all_points)} to run")
         sys.exit(0)
-    import hilbert_lib.lab.suite.report  # noqa: F401 - a package that its pages miss is told before anything runs
+    import hilbert_lib.lab.suite.report  # noqa: F401 - where its pages miss a package, it fails before anything runs
     from hilbert_lib.lab.environment import environment
     from hilbert_lib.lab.suite.folders import run_id
     from hilbert_lib.lab.suite.run import run_points

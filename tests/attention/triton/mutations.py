@@ -198,7 +198,7 @@ hopper.forward, far: blocks that the other group alone sees are not passed over
 -for block in range(blocks, every):
 +for block in range(blocks, blocks):
 hopper.forward, far: the first group keeps its last tile of v
--        if CUT and NUMBER == 0:
+-        if SORTED and NUMBER == 0:
 -            tiles.arrive(v_free(ring, blocks - 1))
 hopper.forward, 19: a block is said to begin where its segment does
 -n - j, key + j * r, r
@@ -218,7 +218,7 @@ hopper.order, 19: blocks that one group sees come with the whole ones
 hopper.order, 19: a part begins with the last block of the one before
 -begin, end = first, tiles.told
 +begin, end = first - 1, tiles.told
-hopper.order, 19: a branch without the tile keeps blocks of the launch before
+hopper.order, 19: a branch without the tile is given a block
 -    tiles.tell(spans.first, i, 0)
 +    tiles.tell(spans.first, i, 1)
 hopper.order, 19: the copying warp forgets where a branch's keys are
@@ -227,7 +227,10 @@ hopper.order, 19: the copying warp forgets where a branch's keys are
 hopper.forward, one branch: tiles are taken twice, and others not at all
 -number += count - 1 - 2 * (number % count)
 +number += count - 1 - number % count
-hopper.order, 8: a segment is said to have all its keys left at each block
+hopper.order, late: the first group is taken to have queries before the first one
+-gl.maximum(tile.lowest, gl.minimum(tile.highest, geometry.tile_positions(tile, last)))
++gl.minimum(tile.highest, geometry.tile_positions(tile, last))
+hopper.order, 8: a block is said to have 128 keys more of its segment
 -    tiles.tell(cuts.left, block, left)
 +    tiles.tell(cuts.left, block, left + 128)
 hopper.forward, 18: every branch is a block short

@@ -253,6 +253,11 @@ FIXED = {
     "far": Case(
         DilatedPattern((1024, 1024), (8, 1)), 1024, 1, 1, 128, True, 128**-0.5, 1, "bshd", torch.bfloat16, None
     ),
+    # Queries that begin in the second half of a tile: the first group has none of them.
+    "late": Case(
+        DilatedPattern((1024, 1024), (8, 1)), 1024, 1, 1, 128, True, 128**-0.5, 1, "bshd", torch.bfloat16, 700
+    ),
+    "late, of 256": Case(DilatedPattern((1024,), (1,)), 640, 1, 1, 256, True, 0.06, 1, "bshd", torch.bfloat16, 511),
     # One causal branch, whose tiles are taken from the last one on.
     "one branch": Case(DilatedPattern((400,), (1,)), 530, 2, 1, 128, True, 128**-0.5, 1, "bshd", torch.bfloat16, None),
 }  # fmt: skip

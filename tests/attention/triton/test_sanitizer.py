@@ -149,7 +149,7 @@ def row_lines() -> set[str]:
 
 
 def ceiling_lines() -> set[str]:
-    """Where the copying warp tells which keys are padding or cut off, and the groups read it.
+    """Lines at which the copying warp tells which keys are padding or cut off, and the groups read it.
 
     One thread arrives, as with `row_lines`. A load may carry the line of its first use: the lines of whole functions
     are allowed.

@@ -60,7 +60,8 @@ def test_the_other_side_alone_has_the_candidate_and_both_are_exact(configuration
 
 def test_a_version_stands_in_the_librarys_place_while_its_side_runs(kernels, tmp_path):
     ours, launch = kernels.OURS["steps"], kernels.hopper
-    (tmp_path / "steps.py").write_text("mark = 'of the version'\n")
+    (tmp_path / "order.py").write_text("mark = 'of the version'\n")
+    (tmp_path / "steps.py").write_text("from hilbert_lib.attention.triton.hopper import order\nmark = order.mark\n")
     (tmp_path / "division.py").write_text("mark = 'of the version'\n")
     (tmp_path / "forward.py").write_text(
         "from hilbert_lib.attention.triton.hopper.steps import mark\nHOPPER_FORWARD = {64: 'another'}\n"
@@ -74,6 +75,7 @@ def test_a_version_stands_in_the_librarys_place_while_its_side_runs(kernels, tmp
     assert launch.HOPPER_FORWARD is forward
     assert (kernels.package.forward, kernels.launch.division) == (kernels.OURS["forward"], kernels.OURS["division"])
     assert sys.modules["hilbert_lib.attention.triton.hopper.steps"] is ours
+    assert kernels.package.order is kernels.OURS["order"]
 
 
 def test_each_side_computes_the_reference_work_with_its_own_kernels(kernels, tmp_path, monkeypatch):
@@ -98,7 +100,7 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(kernels, tmp
 def test_what_is_no_version_is_told(kernels, tmp_path):
     done = CliRunner().invoke(kernels.main, [str(tmp_path)])
     assert done.exit_code == 2
-    assert "must hold one of steps.py, forward.py, backward.py, division.py" in " ".join(done.output.split())
+    assert "must hold one of order.py, steps.py, forward.py, backward.py, division.py" in " ".join(done.output.split())
 
 
 def test_a_part_is_left_out_of_the_forward_as_it_is_today(kernels, tmp_path, monkeypatch):

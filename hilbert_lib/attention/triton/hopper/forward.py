@@ -8,7 +8,7 @@ multiplies 64 queries (`steps` has the work on one block of keys):
     group 0        products | softmax  | products | ...    one group has the tensor cores
     group 1                 | products | softmax  | ...    while the other is at its softmax
 
-Where blocks are cut off, `order` says which comes when.
+Above head_dim 64 `order` says which block comes when, where some are cut off.
 """
 
 from triton.experimental import gluon
@@ -81,7 +81,7 @@ def forward_kernel(
         numbers_of_branches = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)  # [STAGES, 1]
         numbers = dropout.Numbers(fours, numbers_of_branches)
     SORTED: gl.constexpr = whole_first(BLOCK_D, CAUSAL, MASKED, PADDING)
-    cuts = k_full  # [STAGES, 1]; this stands in for them, and for spans, where no block is cut off
+    cuts = k_full  # [STAGES, 1]; this stands in for them, and for spans, where blocks come branch after branch
     spans = k_full  # [STAGES, 1]
     if SORTED:
         cuts = order.cuts_of(STAGES)
@@ -114,23 +114,28 @@ def forward_kernel(
 
 
 @gluon.jit
-def tile_of(tables, sizes, grid, CAUSAL: gl.constexpr, N_BRANCHES: gl.constexpr, PACKED: gl.constexpr):
-    """Sequence, head and tile of the program, its branches as `segment_of` takes them, and its `geometry.Place`."""
+def tile_of(tables, sizes, grid, LAST_FIRST: gl.constexpr, PACKED: gl.constexpr):
+    """Sequence, head and tile of the program, its branches as `segment_of` takes them, and its `geometry.Place`.
+
+    With LAST_FIRST programs take the tiles of each chunk from the last one on.
+    """
     first_query, queries, keys, heads, group = sizes
     number = gl.program_id(0)
-    if is_last_first(CAUSAL, N_BRANCHES, PACKED):
-        count = grid[4]
+    if LAST_FIRST:
+        _chunk, _stride, _chunks, _phases, count = grid
         number += count - 1 - 2 * (number % count)
     b, h, tile, place = geometry.placed_tile(number, tables, first_query, queries, keys, heads, group, grid, PACKED)
     return b, h, tile, (tables[0], tables[1], heads // group, h // group), place
 
 
 @gluon.constexpr_function
-def is_last_first(causal, branches, packed):
-    """Whether programs take the tiles of a chunk from the last one on, which sees most keys: a launch ends with short
-    ones. With several branches that took more time (reports/HISTORY.md).
+def is_last_first(whole_first, causal, branches, packed):
+    """Whether the tiles of a chunk come in reverse, those that see most keys first: of one causal branch.
+
+    Otherwise a dense sequence ends with its longest tiles. Several branches took 1 to 3 % longer so
+    (reports/HISTORY.md). Up to head_dim 64, and in gradients of q, it was not timed.
     """
-    return causal and branches == 1 and not packed
+    return whole_first and causal and branches == 1 and not packed
 
 
 @gluon.jit
@@ -144,20 +149,24 @@ def copy_keys(
     With SORTED that is the order of `order`, and `Cuts` come with them; else branch after branch.
     With PADDING they come with the ceilings of their scores, and unless CAUSAL no tile comes whose keys are all masked.
     """
-    b, _, tile, branches, place = tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, PACKED)
+    LAST_FIRST: gl.constexpr = is_last_first(SORTED, CAUSAL, N_BRANCHES, PACKED)
+    b, _, tile, branches, place = tile_of(tables, sizes, grid, LAST_FIRST, PACKED)
     keys, g = sizes[2], branches[3]
     block = 0
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if (tile.size > 0) & inside:
-            n, _, end = geometry.key_range(
-                start, w, r, o, place.keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
-            )
+            if SORTED:
+                n = geometry.segment_rows(start, w, r, o, place.keys)
+                ends = order.ends_of(start, w, r, o, place.keys, tile, BLOCK_N, CAUSAL)
+                end = ends[0] * BLOCK_N
+            else:
+                n, _full, end = geometry.key_range(
+                    start, w, r, o, place.keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
+                )
             row, residue = tiles.placed_coordinates(start + o, place, r, n, keys, PACKED)
             if SORTED:
-                ends = order.ends_of(start, w, r, o, place.keys, tile, BLOCK_N, CAUSAL)
                 order.keep(spans, i, ends, start + o, r, n, row, residue)
-                end = ends[0] * BLOCK_N
             block = _copy_blocks(
                 k_descriptors[i], v_descriptors[i], i, branch_ids, padding, ring, ceilings, numbers, cuts, block, keys,
                 b, g, 0, end, start + o, r, n, row, residue, BLOCK_N, CAUSAL, SORTED, PADDING, DROPOUT,
@@ -186,7 +195,7 @@ def _copy_blocks(
     key, r, n, row, residue, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SORTED: gl.constexpr,
     PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """The number of the next block, after those of branch i from key `begin` to key `end` of its n are copied.
+    """Copy the blocks of branch i from key `begin` to key `end` of its n, and return the number of the next block.
 
     key: position of the segment's first key, in row `row` of residue `residue` of the descriptors.
     """
@@ -269,7 +278,9 @@ def _attend(
     PADDING: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, tile, branches, place = tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, PACKED)
+    SORTED: gl.constexpr = whole_first(BLOCK_D, CAUSAL, MASKED, PADDING)
+    LAST_FIRST: gl.constexpr = is_last_first(SORTED, CAUSAL, N_BRANCHES, PACKED)
+    b, h, tile, branches, place = tile_of(tables, sizes, grid, LAST_FIRST, PACKED)
     if tile.size > NUMBER * tiles.GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         if PACKED:  # position 0 of the document
@@ -314,7 +325,7 @@ def _attend_in_steps(
     BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     READ_PARTIAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_attend` by `step`: of the blocks only their numbers count, whole ones and those cut off."""
+    """`_attend` by `step`: the group knows how many blocks are whole and how many it sees, and not whose they are."""
     first_query, queries, _keys, heads, _group = sizes
     SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
     ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
@@ -331,11 +342,11 @@ def _attend_in_steps(
     row_mask = (row >= 0) & (dims < HEAD_DIM)  # [GROUP_ROWS, BLOCK_D]
     q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=row_mask, other=0.0)  # [GROUP_ROWS, BLOCK_D]
     LISTED: gl.constexpr = is_listed(CAUSAL, PADDING)
-    CUT: gl.constexpr = MASKED and not LISTED
+    SORTED: gl.constexpr = whole_first(BLOCK_D, CAUSAL, MASKED, PADDING)
     whole, blocks, every = 0, 0, 0
     if not LISTED:
         segments = _segments_of(branches, tile.first, N_BRANCHES)  # [8] each
-        if CUT:
+        if SORTED:
             whole, blocks, every = order.counts_of(segments, place.keys, tile, NUMBER, BLOCK_N, CAUSAL)
         else:
             inside, start, w, r, o = segments  # [8] each
@@ -353,7 +364,7 @@ def _attend_in_steps(
         own_position = gl.where(exists, position, 0)  # [GROUP_ROWS]
         drops = drops_of(own_position, total, seed, drop_below, place.sequence, h)
     sight = scale
-    if CUT:
+    if SORTED:
         own_query = gl.convert_layout(gl.where(exists, position, -1), gl.SliceLayout(1, SCORES))  # [GROUP_ROWS]
         own_lowest = gl.maximum(tile.lowest, geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS))
         sight = order.Sight(cuts, own_query, own_lowest)
@@ -363,10 +374,10 @@ def _attend_in_steps(
         )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS]
     elif blocks > 0:
         scores, kept = scores_alone(
-            q_tile, ring, ceilings, numbers, drops, sight, 0, CUT, CAUSAL, PADDING, DROPOUT
+            q_tile, ring, ceilings, numbers, drops, sight, 0, SORTED, CAUSAL, PADDING, DROPOUT
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
         weights, _, m, total = softmax(
-            scores, m, total, scale, True
+            scores, m, total, scale
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
         if DROPOUT:
             weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, KEYS]
@@ -376,7 +387,7 @@ def _attend_in_steps(
                 acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, sight, block, scale, queries,
                 False, False, CAUSAL, PADDING, DROPOUT,
             )  # fmt: skip
-        if CUT:
+        if SORTED:
             for block in range(gl.maximum(whole, 1), blocks):
                 acc, total, m, weights = step(
                     acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, sight, block, scale, queries,
@@ -384,7 +395,7 @@ def _attend_in_steps(
                 )  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS, 4], [GROUP_ROWS], [GROUP_ROWS, KEYS]  # fmt: skip
         value_token = values(weights, acc, ring, blocks - 1)  # [GROUP_ROWS, BLOCK_D]
         acc = warpgroup_mma_wait(0, deps=[value_token])  # [GROUP_ROWS, BLOCK_D]
-        if CUT and NUMBER == 0:
+        if SORTED and NUMBER == 0:
             tiles.arrive(v_free(ring, blocks - 1))
     result, result_lse = normalized(acc, total, m)  # [GROUP_ROWS, BLOCK_D], [GROUP_ROWS]
     if DROPOUT:
@@ -407,7 +418,7 @@ def _attend_in_steps(
     out_rows = ((b.to(gl.int64) * queries + query - first_query) * heads + h) * HEAD_DIM  # [GROUP_ROWS, 1]
     result = gl.convert_layout(result.to(q_tile.dtype), ROWS)  # [GROUP_ROWS, BLOCK_D]
     gl.store(out + out_rows + dims, result, mask=(query >= 0) & (dims < HEAD_DIM))
-    if CUT and NUMBER == 0:  # blocks that the second group sees alone
+    if SORTED and NUMBER == 0:  # blocks that the second group sees alone
         for block in range(blocks, every):
             pass_over(ring, block)
 
@@ -421,8 +432,8 @@ def _attend_in_halves(
 ):  # fmt: skip
     """`_attend` by `halves`: another program hides the waits of this one.
 
-    Positions are computed where they are needed. With the beginning of `_attend_in_steps` it took 6 % longer at
-    head_dim 128, because of how its steps were compiled. Any edit may change that: compare_kernels.py measures it.
+    Positions are computed where they are needed. An edit may change how the loop is compiled: compare_kernels.py
+    measures it.
     """
     first_query, queries, _keys, heads, _group = sizes
     keys = place.keys
@@ -549,7 +560,7 @@ def _walk_listed(acc, total, m, q_tile, ring, ceilings, numbers, drops, scale, q
             q_tile, ring, ceilings, numbers, drops, queries, 0, False, False, True, DROPOUT
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS, 4]
         weights, _, m, total = softmax(
-            scores, m, total, scale, True
+            scores, m, total, scale
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
         if DROPOUT:
             weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, KEYS]

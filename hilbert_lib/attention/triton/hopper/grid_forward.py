@@ -331,12 +331,12 @@ def softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.cons
         largest = gl.convert_layout(
             gl.max(gl.where(sees_cell, largest, float("-inf")), 1), m.type.layout
         )  # [GROUP_ROWS]
-        largest, finite = steps.subtracted(largest, m, scale, True)  # [GROUP_ROWS] each
+        largest, finite = steps.subtracted(largest, m, scale)  # [GROUP_ROWS] each
         weights = masks.weights_apart(scores, finite, sees_cell, scale, RULES)  # [GROUP_ROWS, columns]
         decay, total = steps.joined(weights, finite, m, total)  # [GROUP_ROWS], [GROUP_ROWS, 4]
     else:
         weights, decay, largest, total = steps.softmax(
-            scores, m, total, scale, True
+            scores, m, total, scale
         )  # [GROUP_ROWS, columns], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
     return weights, decay, largest, total
 

@@ -157,7 +157,7 @@ def _attend(
             q_tile, ring, ring.k_full, ring.k_full, ring.k_full, ring.k_full, block, False, False, False, False
         )  # [GROUP_ROWS, KEYS], [1, QUADS]
         weights, _, largest, sums = steps.softmax(
-            scores, largest, sums, scale, True
+            scores, largest, sums, scale
         )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
         weights = steps.as_operand(weights, q_tile.dtype, BLOCK_D)  # [GROUP_ROWS, KEYS]
         block = tiles.counted(block + 1)

@@ -1,13 +1,15 @@
-"""The order of a tile's blocks of keys in the forward for Hopper where some are cut off: whole ones first.
+"""The order of a tile's blocks of keys in the forward for Hopper: where some are cut off, whole ones first.
+
+That is so above head_dim 64, unless the copying warp lists the blocks (`steps.whole_first`).
 
 A block is whole where every query of the tile sees all its keys. Steps on whole blocks need no mask, and one loop takes
 those of all branches. The others follow in two parts: those that the first group sees, and those that the second sees
-alone. So the first group ends with its part.
+alone. So the first group writes its results while the second goes on.
 
     branch 0        w w w s e         w: whole, s: seen by both groups, e: by the second alone
     branch 1        w w s e
     copied          w w w  w w | s  s | e  e
-    first group     . . .  . . | .  . |          its results are written meanwhile
+    first group     . . .  . . | .  . |
     second group    . . .  . . | .  . | .  .
 
 The copying warp writes beside each block where it is cut off. So the groups need not know whose block it is.
@@ -78,12 +80,16 @@ def _numbers(COUNT: gl.constexpr):
 
 @gluon.jit
 def ends_of(start, w, r, o, keys, tile, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Numbers of a branch's blocks: whole, seen by the first group, and seen by the tile; each holds the one before."""
+    """Numbers of a branch's blocks: whole, seen by the first group, and seen by the tile; each holds the one before.
+
+    Of one branch these are numbers, of all branches at once tensors of 8.
+    """
     _n, full, end = geometry.key_range(
         start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
     )  # [8] each
     last = gl.minimum(tile.size, tiles.GROUP_ROWS) - 1
-    first_highest = gl.minimum(tile.highest, geometry.tile_positions(tile, last))
+    # Rows before the tile's lowest query are not there, and may be all that the first group has.
+    first_highest = gl.maximum(tile.lowest, gl.minimum(tile.highest, geometry.tile_positions(tile, last)))
     _n, _full, first_end = geometry.key_range(
         start, w, r, o, keys, tile.lowest, first_highest, BLOCK_N, CAUSAL, False
     )  # [8] each
@@ -174,7 +180,7 @@ def masked(scores, seen_count):
 def as_seen(scores, sight, block, CAUSAL: gl.constexpr):
     """Scores of a block whose stage is full, -inf for the keys that a row does not see."""
     left, key, rate = tiles.told(sight.cuts.left, block), 0, 1
-    fewest = left  # keys that some row sees
+    fewest = left  # of the keys that a row sees: the group's lowest query sees fewest
     if CAUSAL:
         key, rate = tiles.told(sight.cuts.key, block), tiles.told(sight.cuts.rate, block)
         fewest = gl.minimum(left, (sight.lowest - key + rate) // rate)

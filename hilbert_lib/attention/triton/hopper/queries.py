@@ -96,7 +96,7 @@ def _differentiate(
     READ_PARTIAL: gl.constexpr, DROPOUT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, tile, branches, place = forward.tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, PACKED)
+    b, h, tile, branches, place = forward.tile_of(tables, sizes, grid, False, PACKED)
     first_query, queries, _keys, heads, _group = sizes
     keys = place.keys
     if tile.size > NUMBER * tiles.GROUP_ROWS:

@@ -73,7 +73,7 @@ def keys_at_once(columns, block_n):
 
 @gluon.constexpr_function
 def whole_first(columns, causal, masked, padding):
-    """Whether the blocks of a launch come in the order of `order`: where some are cut off, taken by `step`."""
+    """Whether blocks come as `order` has them: where some are cut off. Not in halves, nor where they are listed."""
     return masked and not in_halves(columns) and not is_listed(causal, padding)
 
 
@@ -184,7 +184,7 @@ def _half(
     if MASKED:
         scores = order.masked(scores, seen_count - NUMBER * HALF)  # [GROUP_ROWS, HALF]
     weights, decay, m, total = softmax(
-        scores, m, total, scale, True
+        scores, m, total, scale
     )  # [GROUP_ROWS, HALF], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
     if DROPOUT:
         weights = dropout.without_dropped(weights, kept, False)  # [GROUP_ROWS, HALF]
@@ -201,14 +201,14 @@ def _half(
 @gluon.jit
 def step(
     acc, total, m, weights, q_tile, ring, ceilings, numbers, drops, sight, block, scale, queries,
-    MASKED: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
+    COUNTED: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, PADDING: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a block of keys, while the block before is multiplied with its v.
 
     The wait for that product stays behind the softmax: 8 % less time than where the compiler puts it. Earlier sums are
     scaled only where a row needs it: 2 to 3 % less (reports/HISTORY.md).
 
-    sight: with CUT the group's `order.Sight`, with MASKED the number of keys that each row sees.
+    sight: with CUT the group's `order.Sight`, with COUNTED the number of keys that each row sees.
     """
     score_token = start_scores(q_tile, ring, block)  # [GROUP_ROWS, KEYS]
     value_token = values(weights, acc, ring, block - 1)  # [GROUP_ROWS, BLOCK_D]
@@ -219,10 +219,10 @@ def step(
         scores = without_masked(scores, ceilings, block, 0)  # [GROUP_ROWS, KEYS]
     if CUT:
         scores = order.as_seen(scores, sight, block, CAUSAL)  # [GROUP_ROWS, KEYS]
-    if MASKED:
+    if COUNTED:
         scores = order.masked(scores, sight)  # [GROUP_ROWS, KEYS]
     new_weights, decay, m, total = softmax(
-        scores, m, total, scale, True
+        scores, m, total, scale
     )  # [GROUP_ROWS, KEYS], [GROUP_ROWS], [GROUP_ROWS], [GROUP_ROWS, 4]
     if DROPOUT:
         new_weights = dropout.without_dropped(new_weights, kept, False)  # [GROUP_ROWS, KEYS]
@@ -290,23 +290,22 @@ def as_operand(weights, dtype: gl.constexpr, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def softmax(scores, m, total, scale, LAZY: gl.constexpr):
-    """Weights, decay of earlier sums, the new maximum (scaled, to base 2) and the partial sums.
-
-    LAZY keeps the maximum of a row that grows by at most SLACK: its earlier sums then stay as they are.
-    """
-    largest, finite = subtracted(gl.max(scores, 1), m, scale, LAZY)  # [GROUP_ROWS] each
+def softmax(scores, m, total, scale):
+    """Weights, decay of earlier sums, the new maximum (scaled, to base 2) and the partial sums."""
+    largest, finite = subtracted(gl.max(scores, 1), m, scale)  # [GROUP_ROWS] each
     weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])  # [GROUP_ROWS, columns]
     decay, total = joined(weights, finite, m, total)  # [GROUP_ROWS], [GROUP_ROWS, 4]
     return weights, decay, largest, total
 
 
 @gluon.jit
-def subtracted(largest, m, scale, LAZY: gl.constexpr):
-    """The new maximum and the number subtracted from scores, which is 0 while a row has no key."""
+def subtracted(largest, m, scale):
+    """The new maximum and the number subtracted from scores, which is 0 while a row has no key.
+
+    A row whose maximum grows by at most SLACK keeps it: its earlier sums then stay as they are.
+    """
     largest = gl.maximum(m, largest * (scale * LOG2_E))  # [GROUP_ROWS]
-    if LAZY:
-        largest = gl.where(largest - m > SLACK, largest, m)  # [GROUP_ROWS]; m + SLACK would round where m is large
+    largest = gl.where(largest - m > SLACK, largest, m)  # [GROUP_ROWS]; m + SLACK would round where m is large
     return largest, gl.where(largest == float("-inf"), 0.0, largest)
 
 

@@ -123,18 +123,21 @@ def wait_full(full, block):
 
 
 @gluon.jit
-def tell(stages, block, number):
-    """Write a number for a block's stage; stages is [stages, 1]. The warp that copies calls this."""
-    STAGES: gl.constexpr = stages.shape[0]
+def tell(numbers, place, number):
+    """Write a number of numbers [count, 1] at a place, modulo count: of a block's stage, or of a branch.
+
+    The warp that copies calls this.
+    """
+    COUNT: gl.constexpr = numbers.shape[0]
     zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
-    stages.index(block % STAGES).store(zero + number)
+    numbers.index(place % COUNT).store(zero + number)
 
 
 @gluon.jit
-def told(stages, block, WARPS: gl.constexpr = 4):
-    """The number that was written for a block's stage, which is full. A group calls this, or one warp."""
-    STAGES: gl.constexpr = stages.shape[0]
-    return gl.max(stages.index(block % STAGES).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def told(numbers, place, WARPS: gl.constexpr = 4):
+    """The number that was written so. WARPS: 4 in a group, 1 in the warp that copies."""
+    COUNT: gl.constexpr = numbers.shape[0]
+    return gl.max(numbers.index(place % COUNT).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit

@@ -87,7 +87,7 @@ def _copy(
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Copy blocks of k and v into the rings, in the order in which the groups take them."""
-    b, _, tile, branches, _place = forward.tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, False)
+    b, _, tile, branches, _place = forward.tile_of(tables, sizes, grid, False, False)
     keys, g = sizes[2], branches[3]
     block = 0
     for i in gl.static_range(N_BRANCHES):
@@ -138,7 +138,7 @@ def _differentiate(
     """One group of warps: 64 queries of the tile against every block of keys."""
     ROWS: gl.constexpr = tiles.GROUP_ROWS
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
-    b, h, tile, branches, _place = forward.tile_of(tables, sizes, grid, CAUSAL, N_BRANCHES, False)
+    b, h, tile, branches, _place = forward.tile_of(tables, sizes, grid, False, False)
     first_query, queries, keys, heads, _group = sizes
     if tile.size > NUMBER * ROWS:
         position = _positions_of(tile, NUMBER)  # [GROUP_ROWS]
