@@ -240,8 +240,9 @@ def test_tiles_whose_branches_no_table_tells_may_be_in_none(served, monkeypatch,
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("part", [slice(700, 3100), slice(1000, 1130)])  # the second in one half of some tiles
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+# The second in one half of some tiles, the third from the last row of a tile on.
+@pytest.mark.parametrize("part", [slice(700, 3100), slice(1000, 1130), slice(1151, 3100)])
 def test_a_part_of_the_queries_has_the_rows_of_all(served, part, head_dim, is_causal, divided):
     q, k, v, dout = tokens(4096, 4, 2, head_dim)
     pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
