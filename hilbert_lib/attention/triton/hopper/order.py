@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.hopper import tiles
 
-PARTS = gl.constexpr(3)
+PARTS = gl.constexpr(3)  # whole blocks, those that both groups see, and those that the second sees alone
 
 
 class Cuts(NamedTuple):
@@ -115,7 +115,7 @@ def keep(spans, i, ends, key, rate, keys, row, residue):
 
 @gluon.jit
 def keep_none(spans, i):
-    """The same of a branch that the tile is not in."""
+    """Keep that a branch has no blocks, since the tile is not in it."""
     tiles.tell(spans.whole, i, 0)
     tiles.tell(spans.first, i, 0)
     tiles.tell(spans.every, i, 0)
@@ -123,7 +123,7 @@ def keep_none(spans, i):
 
 @gluon.jit
 def kept_blocks(spans, i, part):
-    """The blocks of a branch from which and to which a part goes; part is 1 or 2."""
+    """Numbers of the first block of a branch's part and of the first after it; part is 1 or 2."""
     first = tiles.told(spans.first, i, 1)
     begin, end = tiles.told(spans.whole, i, 1), first
     if part == 2:
