@@ -167,7 +167,7 @@ def sweep(name: str, **how) -> None:
 
 def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> tuple[Path, int]:
     """Run the points: the run's folder and the exit status. A dry run lists them and ends the command."""
-    from hilbert_lib.lab.suite.points import find_notebooks, make_points, say_values, take_shard
+    from hilbert_lib.lab.suite.points import find_notebooks, left_out, make_points, say_values, take_shard
 
     with usage_errors():
         notebooks = find_notebooks(folder, names)
@@ -190,11 +190,19 @@ def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> 
         prepare_kernels()
         facts = environment()
     run_folder = out / run_id(facts)
+    missed = left_out(points)
+    _warn(missed)
     outcomes = run_points(points, run_folder, facts, **how)
+    _warn(missed)  # once more: a long run's first lines may be out of sight
     failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
     summary = ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes.values()).items())
     click.echo(f"{len(points)} runs: {summary}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return run_folder, 1 if failed else 0
+
+
+def _warn(lines: list[str]) -> None:
+    for line in lines:
+        click.echo(line, err=True)
 
 
 @main.command()

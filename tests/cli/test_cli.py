@@ -19,8 +19,9 @@ import torch
 from click.testing import CliRunner
 from command import call
 from own_processes import PATIENCE
-from tiny_notebooks import make_run, write_notebook
+from tiny_notebooks import PARAMETERS, make_run, write_notebook
 
+from hilbert_lib.attention.backends import presence
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab.ledger import claims
 from hilbert_lib.lab.records import append_records, read_records
@@ -87,6 +88,19 @@ def test_a_package_that_the_pages_need_is_missed_before_anything_runs(hilbert, m
     result = CliRunner().invoke(main, [*words, "--notebooks", "notebooks"])
     assert "nbconvert" in str(result.exception)
     assert not Path("reports").exists()
+
+
+@pytest.mark.usefixtures("kernels_are_copied")
+def test_a_rival_that_is_asked_for_and_missing_is_told_before_and_after(hilbert, monkeypatch):
+    """A sweep took fifteen minutes of a GPU without the rival that it was for: one of its modules was not found."""
+    monkeypatch.setitem(presence._ABSENCE, "flash_attn_4", lambda: "cannot be imported: no module")
+    parameters = PARAMETERS + '\nrivals: list[str] = ["flash_attn_4"]  # what is timed beside it'
+    write_notebook(Path("notebooks"), "00_a", WRITE, parameters=parameters)
+    lines = hilbert("run", "-p", "rivals", "cudnn,flash_attn_4").splitlines()
+    told = "00_a: flash_attn_4, one of rivals, is left out: cannot be imported: no module"
+    assert [line for line in lines if line == told or line.startswith("ok ")][::2] == [told, told]
+    # Nobody asked for those that a notebook has by itself.
+    assert told not in hilbert("run")
 
 
 @pytest.mark.usefixtures("kernels_are_copied")

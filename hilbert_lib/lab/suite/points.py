@@ -173,6 +173,26 @@ def make_points(
     return list(points.values())
 
 
+def left_out(points: Iterable[Point]) -> list[str]:
+    """A line for each package of kernels that points are told to measure and that cannot be used here.
+
+    A notebook says the same in its outputs and measures the others: whoever waits for it would read that too late.
+    """
+    from hilbert_lib.attention.backends.presence import MODULES, breakage  # loads torch
+
+    lines = []
+    for point in points:
+        for name, value in point.changes.items():
+            wanted = value if isinstance(value, list) else [value]
+            reasons = {package: breakage(package) for package in wanted if package in MODULES}
+            lines += [
+                f"{point.notebook.name}: {package}, one of {name}, is left out: {reason}"
+                for package, reason in reasons.items()
+                if reason
+            ]
+    return list(dict.fromkeys(lines))
+
+
 def _parse(notebook: Notebook, name: str, text: Text, is_sweep: bool = False) -> list[Value]:
     """The values that a text gives to a parameter: one, or in a sweep all of them."""
     if name == OUTPUT_DIR:
