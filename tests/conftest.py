@@ -36,8 +36,9 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Nor does torch.compile look for garbage after each compilation: what it left is seldom garbage.
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 # The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
-LONG = ("test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention", "test_operators")
-LONG += ("04_safe_benchmarking", "06_kernel_benchmarks", "06b_orders_and_counters")
+# Before them one that goes through all objects there are.
+LONG = ("test_timing", "test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention")
+LONG += ("test_operators", "04_safe_benchmarking", "06_kernel_benchmarks", "06b_orders_and_counters")
 
 
 def pytest_configure(config):
@@ -103,6 +104,12 @@ def pytest_collection_modifyitems(items):
         for marker, reason in lacking:
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def older_files_apart():
+    """No collection of garbage goes through what earlier files left."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
