@@ -24,7 +24,8 @@ os.environ.setdefault(kept_counts.FOLDER, tempfile.mkdtemp())  # workers have th
 # Small tensors gain nothing from more threads, and a thread that waits for work keeps its core busy: notebook 03 by
 # itself took 14 times the processor time where others worked beside it.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Tensors that are freed leave their memory to the next ones: the kernel would clear the same pages again and again.
+# Freed memory stays with a process: the operating system would clear its pages again. Processes that start from here on
+# read this.
 os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**28), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
 # What the modules and the tests made lives to the end: neither the many imports nor the collections of garbage with

@@ -35,8 +35,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Nor does torch.compile look for garbage after each compilation: what it left is seldom garbage.
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
-# The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
-# Before them one that goes through all objects there are.
+# First the files that take longest: none of them is then the last, beside cores with nothing left to do. Before them
+# one that collects garbage among all objects: there are fewest at the start.
 LONG = ("test_timing", "test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention")
 LONG += ("test_operators", "04_safe_benchmarking", "06_kernel_benchmarks", "06b_orders_and_counters")
 
@@ -108,8 +108,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def older_files_apart():
-    """No collection of garbage goes through what earlier files left."""
-    gc.freeze()
+    """No collection of garbage goes through what earlier files left. Not on a GPU, whose memory it may hold."""
+    if not torch.cuda.is_available():
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -192,8 +192,10 @@ def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> 
     run_folder = out / run_id(facts)
     missed = left_out(points)
     _warn(missed)
-    outcomes = run_points(points, run_folder, facts, **how)
-    _warn(missed)  # once more: a long run's first lines may be out of sight
+    try:
+        outcomes = run_points(points, run_folder, facts, **how)
+    finally:
+        _warn(missed)  # once more: a long run's first lines may be out of sight
     failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
     summary = ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes.values()).items())
     click.echo(f"{len(points)} runs: {summary}" + (f"; failed: {', '.join(failed)}" if failed else ""))

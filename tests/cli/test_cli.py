@@ -21,12 +21,14 @@ from command import call
 from own_processes import PATIENCE
 from tiny_notebooks import PARAMETERS, make_run, write_notebook
 
-from hilbert_lib.attention.backends import presence
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab.ledger import claims
 from hilbert_lib.lab.records import append_records, read_records
 from hilbert_lib.lab.suite import doctor
+from hilbert_lib.lab.suite.points import Point, left_out, read_notebook
 from hilbert_lib.lab.timing import Case, compare_paired
+from hilbert_lib.launch import isolated
+from hilbert_lib.launch.isolated import Ending
 
 WRITE = "import json, pathlib\nvalues = json.dumps({'n': [seq_len, rates, scale]})\n"
 WRITE += "pathlib.Path(output_dir, 'results.jsonl').write_text(values + '\\n')"
@@ -91,16 +93,34 @@ def test_a_package_that_the_pages_need_is_missed_before_anything_runs(hilbert, m
 
 
 @pytest.mark.usefixtures("kernels_are_copied")
-def test_a_rival_that_is_asked_for_and_missing_is_told_before_and_after(hilbert, monkeypatch):
-    """A sweep took fifteen minutes of a GPU without the rival that it was for: one of its modules was not found."""
-    monkeypatch.setitem(presence._ABSENCE, "flash_attn_4", lambda: "cannot be imported: no module")
+def test_a_rival_that_is_asked_for_and_does_not_load_is_told_before_and_after(hilbert, monkeypatch):
+    """A sweep ran fifteen minutes without the rival that it was for, which could not be imported."""
+    reason = "flash-attn-4 4.0 cannot be imported: ModuleNotFoundError: No module named 'cutlass'"
+
+    def import_in_a_process(_target, arguments, *, on_record, **_):
+        on_record({package: reason if package == "flash_attn_4" else "" for package in arguments[0]})
+        return Ending("ok", "", (), (), 0.0, {})
+
+    monkeypatch.setattr(isolated, "run_isolated", import_in_a_process)
     parameters = PARAMETERS + '\nrivals: list[str] = ["flash_attn_4"]  # what is timed beside it'
     write_notebook(Path("notebooks"), "00_a", WRITE, parameters=parameters)
-    lines = hilbert("run", "-p", "rivals", "cudnn,flash_attn_4").splitlines()
-    told = "00_a: flash_attn_4, one of rivals, is left out: cannot be imported: no module"
-    assert [line for line in lines if line == told or line.startswith("ok ")][::2] == [told, told]
+    lines = hilbert("run", "-p", "rivals", "xformers,flash_attn_4").splitlines()
+    told = f"00_a: rivals has flash_attn_4, which cannot be used here: {reason}"
+    shown = [line for line in lines if "xformers, which" in line or line == told or line.startswith("ok ")]
+    assert [line == told for line in shown] == [True, False, True]
     # Nobody asked for those that a notebook has by itself.
     assert told not in hilbert("run")
+
+
+def test_packages_that_do_not_load_are_told_with_their_reasons_also_of_a_process_that_dies(monkeypatch, tmp_path):
+    notebook = read_notebook(write_notebook(tmp_path, "00_a", parameters='rivals: list[str] = ["cudnn"]  # others'))
+    asked = [Point(notebook, {"rivals": ["cudnn", "flash_attn_3"]})]
+    (line,) = left_out(asked)
+    absent = "absent: there is no module flash_attn_interface"
+    assert line.startswith(f"00_a: rivals has flash_attn_3, which cannot be used here: {absent}")
+    ended = Ending("crashed", "SIGSEGV", (), (), 0.0, {})
+    monkeypatch.setattr(isolated, "run_isolated", lambda *_, **__: ended)
+    assert left_out(asked)[0].endswith("its import crashed: SIGSEGV")
 
 
 @pytest.mark.usefixtures("kernels_are_copied")

@@ -139,6 +139,12 @@ def _flash_attn_4_absence() -> str:
     missing = [name for name in CUTE_STACK if installed_version(name) is None]
     if missing:
         return f"flash-attn-4 {installed_version('flash-attn-4')} is installed without {', '.join(missing)}"
+    if not _folders("cutlass"):
+        version = installed_version("flash-attn-4")
+        return (
+            f"flash-attn-4 {version} finds no module cutlass: nvidia-cutlass-dsl adds its folder by a .pth file, which "
+            "Python reads in site-packages alone; elsewhere PYTHONPATH needs nvidia_cutlass_dsl/dsl_packages, too"
+        )
     return ""
 
 

@@ -13,13 +13,14 @@ import json
 import math
 import re
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 OUTPUT_DIR = "output_dir"  # the parameter that the suite sets itself
+IMPORT_SECONDS = 300.0  # for the imports of packages
 LONGEST_NAME = 80  # of the parameters in a folder's name; those that do not fit are left to the hash
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 ANNOTATIONS = {**SCALARS, **{f"list[{name}]": scalar for name, scalar in SCALARS.items()}}
@@ -174,23 +175,39 @@ def make_points(
 
 
 def left_out(points: Iterable[Point]) -> list[str]:
-    """A line for each package of kernels that points are told to measure and that cannot be used here.
+    """A line for each package of kernels that parameters other than the defaults name and that cannot be used here.
 
-    A notebook says the same in its outputs and measures the others: whoever waits for it would read that too late.
+    Notebooks print such a line among their outputs, which nobody reads before the end. Packages are imported in a
+    process of their own, which may crash.
     """
-    from hilbert_lib.attention.backends.presence import MODULES, breakage  # loads torch
+    from hilbert_lib.attention.backends.presence import MODULES  # loads torch
+    from hilbert_lib.launch.isolated import run_isolated
 
-    lines = []
+    wanted = {}
     for point in points:
         for name, value in point.changes.items():
-            wanted = value if isinstance(value, list) else [value]
-            reasons = {package: breakage(package) for package in wanted if package in MODULES}
-            lines += [
-                f"{point.notebook.name}: {package}, one of {name}, is left out: {reason}"
-                for package, reason in reasons.items()
-                if reason
-            ]
-    return list(dict.fromkeys(lines))
+            for package in value if isinstance(value, list) else [value]:
+                if package in MODULES:
+                    wanted[point.notebook.name, name, package] = None
+    if not wanted:
+        return []
+    reasons: dict[str, str] = {}
+    packages = sorted({package for *_, package in wanted})
+    ending = run_isolated(f"{__name__}:breakages", [packages], seconds=IMPORT_SECONDS, on_record=reasons.update)
+    found = [(*place, reasons.get(place[-1], f"its import {ending.status}: {ending.cause}")) for place in wanted]
+    return [
+        f"{notebook}: {name} has {package}, which cannot be used here: {reason}"
+        for notebook, name, package, reason in found
+        if reason
+    ]
+
+
+def breakages(packages: list[str]) -> Iterator[dict[str, str]]:
+    """For each package its name with the reason why it does not load, or with ""."""
+    from hilbert_lib.attention.backends.presence import breakage
+
+    for package in packages:
+        yield {package: breakage(package)}
 
 
 def _parse(notebook: Notebook, name: str, text: Text, is_sweep: bool = False) -> list[Value]:

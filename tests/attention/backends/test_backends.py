@@ -271,7 +271,8 @@ def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):
 # What is installed: files below a folder of packages, and the versions that their metadata names.
 FA2 = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "", "flash_attn_2_cuda.py": ""}
 NOT_COMPILED = {name: text for name, text in FA2.items() if name != "flash_attn_2_cuda.py"}
-FA4 = {"flash_attn/cute/interface.py": ""}
+FA4 = {"flash_attn/cute/interface.py": "", "cutlass/__init__.py": ""}
+ON_A_PATH = {"flash_attn/cute/interface.py": ""}  # a folder on PYTHONPATH, whose .pth files nobody reads
 STACK = dict.fromkeys(presence.CUTE_STACK, "1.0")
 LACKING = {"flash-attn-4": "4.0.0b36", **STACK} | {"quack-kernels": None, "apache-tvm-ffi": None}
 AT_35 = {"xformers": "0.0.35"}
@@ -292,6 +293,12 @@ STATES = {
     "3, not compiled": ({"flash_attn_interface.py": ""}, {}, "flash_attn_3", "without its compiled part flash_attn_3"),
     "4": (FA4, {"flash-attn-4": "4.0.0b36", **STACK}, "flash_attn_4", ""),
     "4 beside 2": ({**FA2, **FA4}, {"flash-attn": "2.8.3", "flash-attn-4": "4", **STACK}, "flash_attn_4", ""),
+    "4 on a path": (
+        ON_A_PATH,
+        {"flash-attn-4": "4", **STACK},
+        "flash_attn_4",
+        "flash-attn-4 4 finds no module cutlass",
+    ),
     "4 without its stack": (FA4, LACKING, "flash_attn_4", "b36 is installed without quack-kernels, apache-tvm-ffi"),
     "xformers": (XFORMERS, AT_35, "xformers", ""),
     "xformers, not compiled": ({"xformers/__init__.py": ""}, AT_35, "xformers", "without its compiled part"),
@@ -349,7 +356,7 @@ def importable(tmp_path, monkeypatch):
 
 def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed, importable, tmp_path):
     error = "libtvm_ffi.so: cannot open shared object file"
-    files = {"flash_attn/cute/interface.py": f"raise ImportError({error!r} + chr(10) + 'more')\n"}
+    files = FA4 | {"flash_attn/cute/interface.py": f"raise ImportError({error!r} + chr(10) + 'more')\n"}
     installed(files, {"flash-attn-4": "4.0.0b36", **STACK})
     gpu(9, 0, with_packages=False)
     backend, wanted = BACKENDS["flash_attn_4"], f"flash-attn-4 4.0.0b36 cannot be imported: ImportError: {error}"
